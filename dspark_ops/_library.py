@@ -1,0 +1,30 @@
+"""Registration of the ``dspark`` ops: one ``Library.define`` and ``impl`` each.
+
+``define`` + ``impl`` cost about 4 us a call where ``custom_op`` costs 17 to 36. The ops are opaque, so
+that a pass can recognise them, and tagged ``needs_fixed_stride_order``: kernels take row strides, so
+Inductor may pad a row but must not transpose it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# A Library that is collected takes its ops with it, so it lives as long as the module.
+LIBRARY = torch.library.Library("dspark", "FRAGMENT")
+_TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+
+
+def register(
+    schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """Define ``dspark::<schema>`` with its CPU, GPU and fake implementations.
+
+    Sampling has no gradient: the Autograd key falls through, so outputs never require one.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=_TAGS)
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"dspark::{name}", fake, lib=LIBRARY)

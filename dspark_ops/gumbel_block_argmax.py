@@ -1,0 +1,497 @@
+"""gumbel_block_argmax: the noised maximum of each vocabulary block, and the logits into the cache.
+
+    value[b, v]  = logits[b, v] / temperature[s] + gumbel(seeds[s], pos[b] + offset, v),  s = idx_mapping[b]
+    block_max[b, k], block_argmax[b, k] = max and argmax of value[b, k * 1024 : (k + 1) * 1024]
+    logits_cache[s, cache_col, :V] = logits[b]                       # before temperature
+
+logits [B, V] bf16 | f16 | f32; block_max [B, K] f32 (f64 with ``use_fp64``), block_argmax i64 [B, K] of
+global ids, K = ceil(V / 1024). Contract: ties go to the lowest id, the first NaN of a block wins it, a
+block of only -inf gives its first id, -0.0 equals 0.0. Greedy and inert rows (``rows.py``) have no
+noise and no division; inert rows write no cache. Noise does not depend on the batch (``noise.py``).
+
+Source: the Gumbel-max trick; the two-stage reduction follows vLLM 0.33's V2 sampler.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark_ops import _checks
+from dspark_ops._library import register
+from dspark_ops._triton import require_triton, tl, triton
+from dspark_ops.noise import (
+    DRAFT_POSITION_OFFSET,
+    GUMBEL_HIGH_STREAM,
+    GUMBEL_STREAM,
+    gumbel32,
+    gumbel64,
+    gumbel_ref,
+    hash_finish,
+    hash_prefix,
+)
+from dspark_ops.ordered import argmax_first, ordered_key
+from dspark_ops.rows import Rows, load_row, rows_ref
+
+BLOCK_V = 1024  # part of the contract: K = ceil(V / BLOCK_V) for every batch and device
+
+
+def key_offset(pos_offset: int, is_drafting: bool) -> int:
+    """What is added to ``pos`` for the noise key, as the int32 with the same low word."""
+    offset = pos_offset + (DRAFT_POSITION_OFFSET if is_drafting else 0)
+    return (offset + 0x80000000 & 0xFFFFFFFF) - 0x80000000
+
+
+# 1 reference
+
+
+def columns_ref(cache_col: int, cache_cols: Tensor | None, idx_mapping: Tensor) -> Tensor:
+    """The cache column of each row, i64 [B]."""
+    if cache_cols is None:
+        return torch.full_like(idx_mapping, cache_col, dtype=torch.int64)
+    return cache_cols.long().expand(idx_mapping.shape)
+
+
+def write_cache_ref(logits_cache: Tensor, logits: Tensor, rows: Rows, cols: Tensor) -> None:
+    """Write each live row whose column exists; other entries keep their bits."""
+    written = rows.live & (cols >= 0) & (cols < logits_cache.shape[1])
+    window = logits_cache[..., : logits.shape[1]]
+    window[rows.slot[written], cols[written]] = logits[written]
+
+
+def noised_logits_ref(
+    logits: Tensor, rows: Rows, apply_temperature: bool, use_fp64: bool
+) -> Tensor:
+    """logits / temperature + noise, [B, V] f32 | f64; greedy rows are only upcast."""
+    value = logits.float()
+    if apply_temperature:
+        value = value / rows.temperature[:, None]  # 1 where not sampled: exact
+    if use_fp64:
+        value = value.double()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel_ref(rows.seed[:, None], rows.pos[:, None], ids, use_fp64)
+    return torch.where(rows.sampled[:, None], value + noise, value)
+
+
+def gumbel_block_argmax_ref(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    *,
+    logits_cache: Tensor | None = None,
+    cache_col: int = 0,
+    cache_cols: Tensor | None = None,
+    pos_offset: int = 0,
+    is_drafting: bool = False,
+    apply_temperature: bool = True,
+    use_fp64: bool = False,
+) -> tuple[Tensor, Tensor]:
+    cols = None if logits_cache is None else columns_ref(cache_col, cache_cols, idx_mapping)
+    offset = key_offset(pos_offset, is_drafting)
+    rows = rows_ref(idx_mapping, temperature, seeds, pos, offset, cols)
+    if logits_cache is not None:
+        write_cache_ref(logits_cache, logits, rows, cols)
+    value = noised_logits_ref(logits, rows, apply_temperature, use_fp64)
+    maxima, ids = [], []
+    for start in range(0, logits.shape[1], BLOCK_V):
+        block = value[:, start : start + BLOCK_V]
+        best = block.argmax(-1, keepdim=True)
+        maxima.append(block.gather(-1, best))
+        ids.append(best + start)
+    return torch.cat(maxima, -1), torch.cat(ids, -1)
+
+
+# 2 kernel
+
+
+@triton.jit
+def noised_values(
+    x,
+    offs_v,
+    sampled,
+    temperature,
+    seed,
+    pos,
+    APPLY_TEMPERATURE: tl.constexpr,
+    USE_FP64: tl.constexpr,
+):
+    """f32 tile ``x`` of a row to its noised values, f32 | f64."""
+    if USE_FP64:
+        value = x.to(tl.float64)
+    else:
+        value = x
+    if sampled:
+        if APPLY_TEMPERATURE:
+            x = tl.where(temperature == 1.0, x, x / temperature)
+        low = hash_finish(hash_prefix(seed, pos, GUMBEL_STREAM), offs_v)
+        if USE_FP64:
+            high = hash_finish(hash_prefix(seed, pos, GUMBEL_HIGH_STREAM), offs_v)
+            value = x.to(tl.float64) + gumbel64(high, low)
+        else:
+            value = x + gumbel32(low)
+    return value
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "num_cols", "num_blocks", "col", "offset", "V"]
+    + ["stride_idx_b", "stride_pos_b", "stride_col_b"],
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "temperature_ptr", "seeds_ptr"]
+    + ["pos_ptr", "col_ptr", "block_max_ptr", "block_argmax_ptr"],
+)
+def _gumbel_block_argmax_kernel(
+    block_max_ptr,
+    block_argmax_ptr,
+    logits_ptr,
+    idx_mapping_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    pos_ptr,
+    cache_ptr,
+    col_ptr,
+    V,
+    num_slots,
+    num_cols,
+    num_blocks,
+    col,
+    offset,
+    stride_logits_b,
+    stride_idx_b,
+    stride_pos_b,
+    stride_col_b,
+    stride_cache_s,
+    stride_cache_c,
+    HAS_CACHE: tl.constexpr,
+    HAS_COL_PTR: tl.constexpr,
+    APPLY_TEMPERATURE: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)  # one axis: the others end at 65535
+    row = program // num_blocks
+    block = (program % num_blocks).to(tl.int32)
+    slot, live, sampled, temperature, seed, pos, column = load_row(
+        row,
+        idx_mapping_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        pos_ptr,
+        col_ptr,
+        num_slots,
+        col,
+        offset,
+        stride_idx_b,
+        stride_pos_b,
+        stride_col_b,
+        HAS_COL_PTR,
+    )
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V
+    logits = tl.load(logits_ptr + row * stride_logits_b + offs_v, mask=mask_v, other=float("-inf"))
+    if HAS_CACHE:
+        written = live & (column >= 0) & (column < num_cols)
+        cache_row = cache_ptr + slot * stride_cache_s + column * stride_cache_c
+        tl.store(cache_row + offs_v, logits, mask=mask_v & written)
+        seed ^= column << 32
+
+    value = noised_values(
+        logits.to(tl.float32), offs_v, sampled, temperature, seed, pos, APPLY_TEMPERATURE, USE_FP64
+    )
+    none = -0x8000000000000000 if USE_FP64 else -0x80000000
+    best_key, best_id = argmax_first(ordered_key(value), offs_v, mask_v, none)
+    is_best = offs_v == best_id
+    # Exactly one lane is not zero, so the sum is that lane, NaN and infinities included.
+    best = tl.sum(tl.where(is_best, value, 0.0), axis=0)
+    tl.store(block_max_ptr + program, best)
+    tl.store(block_argmax_ptr + program, best_id.to(tl.int64))
+
+
+# 3 launcher
+
+
+def check_sampler(
+    logits: Tensor, idx_mapping: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor
+) -> None:
+    """The arguments that every sampler has."""
+    _checks.check_logits(logits)
+    device = logits.device
+    _checks.check_row_ints("idx_mapping", idx_mapping, logits.shape[0], device)
+    _checks.check_row_ints("pos", pos, logits.shape[0], device)
+    _checks.check_request_state(temperature, seeds, device)
+
+
+def _check(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    logits_cache: Tensor | None,
+    cache_col: int,
+    cache_cols: Tensor | None,
+) -> None:
+    check_sampler(logits, idx_mapping, temperature, seeds, pos)
+    if logits_cache is not None:
+        num_rows, vocab = logits.shape
+        num_slots = temperature.shape[0]
+        _checks.check_cache(logits_cache, num_slots, vocab, logits.dtype, logits.device)
+        _checks.check_cache_col(cache_col, cache_cols, num_rows, logits.device)
+
+
+def _outputs(logits: Tensor, use_fp64: bool) -> tuple[Tensor, Tensor]:
+    num_blocks = (logits.shape[1] + BLOCK_V - 1) // BLOCK_V
+    shape = (logits.shape[0], num_blocks)
+    block_max = logits.new_empty(shape, dtype=torch.float64 if use_fp64 else torch.float32)
+    return block_max, logits.new_empty(shape, dtype=torch.int64)
+
+
+def _gumbel_block_argmax_launch(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    *,
+    logits_cache: Tensor | None = None,
+    cache_col: int = 0,
+    cache_cols: Tensor | None = None,
+    pos_offset: int = 0,
+    is_drafting: bool = False,
+    apply_temperature: bool = True,
+    use_fp64: bool = False,
+) -> tuple[Tensor, Tensor]:
+    require_triton("gumbel_block_argmax")
+    _check(logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
+    block_max, block_argmax = _outputs(logits, use_fp64)
+    num_rows, num_blocks = block_max.shape
+    if num_rows == 0:
+        return block_max, block_argmax
+    has_cache = logits_cache is not None
+    has_col_ptr = cache_cols is not None
+    _gumbel_block_argmax_kernel[(num_rows * num_blocks,)](
+        block_max_ptr=block_max,
+        block_argmax_ptr=block_argmax,
+        logits_ptr=logits,
+        idx_mapping_ptr=idx_mapping,
+        temperature_ptr=temperature,
+        seeds_ptr=seeds,
+        pos_ptr=pos,
+        cache_ptr=logits_cache if has_cache else logits,
+        col_ptr=cache_cols if has_col_ptr else pos,
+        V=logits.shape[1],
+        num_slots=temperature.shape[0],
+        num_cols=logits_cache.shape[1] if has_cache else 0,
+        num_blocks=num_blocks,
+        col=cache_col,
+        offset=key_offset(pos_offset, is_drafting),
+        stride_logits_b=logits.stride(0),
+        stride_idx_b=idx_mapping.stride(0),
+        stride_pos_b=pos.stride(0),
+        stride_col_b=cache_cols.stride(0) if has_col_ptr and cache_cols.dim() else 0,
+        stride_cache_s=logits_cache.stride(0) if has_cache else 0,
+        stride_cache_c=logits_cache.stride(1) if has_cache else 0,
+        HAS_CACHE=has_cache,
+        HAS_COL_PTR=has_col_ptr,
+        APPLY_TEMPERATURE=apply_temperature,
+        USE_FP64=use_fp64,
+        BLOCK_V=BLOCK_V,
+        num_warps=4,
+    )
+    return block_max, block_argmax
+
+
+# 4 op
+
+SAMPLER_ARGS = "Tensor idx_mapping, Tensor temperature, Tensor seeds, Tensor pos, *, "
+CACHE_ARGS = "Tensor(a!) logits_cache, SymInt cache_col=0, Tensor? cache_cols=None, "
+FLAG_ARGS = (
+    "SymInt pos_offset=0, bool is_drafting=False, bool apply_temperature=True, bool use_fp64=False"
+)
+
+
+def gumbel_block_argmax(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    *,
+    logits_cache: Tensor | None = None,
+    cache_col: int | Tensor | None = None,
+    pos_offset: int = 0,
+    is_drafting: bool = False,
+    apply_temperature: bool = True,
+    use_fp64: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Noised maximum and its id for each block of 1024 vocabulary entries.
+
+    Args:
+        logits: [B, V] bf16, f16 or f32; rows may be strided, columns contiguous.
+        idx_mapping: int [B], any stride; request slot of each row. Negative or >= S: inert row.
+        temperature: f32 [S]. Below fp32(1e-5), negative, NaN or infinite: greedy.
+        seeds: i64 [S]. Equal (seed, pos, column) means equal noise, whatever the row.
+        pos: int [B], any stride; position that keys the noise.
+        logits_cache: [S, C, >= V] of the dtype of ``logits``, written in place at
+            ``[slot, cache_col, :V]`` with the logits before temperature. Must not overlap ``logits``.
+        cache_col: int >= 0, or int tensor, 0-d or [B]; comes together with ``logits_cache`` and
+            enters the seed (``seed ^= col << 32``). A column >= C writes nothing.
+        pos_offset: added to ``pos``.
+        is_drafting: adds 2^30 to ``pos``, so that draft and target noise never meet.
+        apply_temperature: False: temperature only tells which rows are greedy.
+        use_fp64: noise and maxima in f64 (an fp32 uniform cannot reach rarer than about 2^-33).
+
+    Returns:
+        block_max f32 | f64 [B, K] and block_argmax i64 [B, K] (global ids), K = ceil(V / 1024).
+
+    Raises:
+        TypeError, ValueError: metadata that does not fit; nothing has been written then.
+    """
+    arguments, kwargs = sampler_arguments(
+        logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, pos_offset
+    )
+    kwargs.update(is_drafting=is_drafting, apply_temperature=apply_temperature, use_fp64=use_fp64)
+    if logits_cache is None:
+        return torch.ops.dspark.gumbel_block_argmax.default(*arguments, **kwargs)
+    return torch.ops.dspark.gumbel_block_argmax_cache.default(*arguments, **kwargs)
+
+
+def sampler_arguments(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    logits_cache: Tensor | None,
+    cache_col: int | Tensor | None,
+    pos_offset: int,
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Arguments of an op from those of its public function; checks what the op can't see."""
+    arguments = (logits, idx_mapping, temperature, seeds, pos)
+    for name, value in zip(_SAMPLER_NAMES, arguments, strict=True):
+        if not isinstance(value, Tensor):
+            _checks.check_is_tensor(name, value)
+    kwargs: dict[str, Any] = {}
+    if pos_offset != 0:
+        _checks.check_is_int("pos_offset", pos_offset)
+        kwargs["pos_offset"] = pos_offset
+    if logits_cache is not None:
+        _checks.check_is_tensor("logits_cache", logits_cache)
+        if cache_col is None:
+            raise ValueError(
+                "cache_col must be given with logits_cache: the column to write; got None"
+            )
+        kwargs["logits_cache"] = logits_cache
+        if isinstance(cache_col, Tensor):
+            kwargs["cache_cols"] = cache_col
+        else:
+            _checks.check_is_int("cache_col", cache_col)
+            kwargs["cache_col"] = cache_col
+    elif cache_col is not None:
+        raise ValueError(
+            f"logits_cache must be given with cache_col; got None and cache_col={cache_col!r}"
+        )
+    return arguments, kwargs
+
+
+_SAMPLER_NAMES = ("logits", "idx_mapping", "temperature", "seeds", "pos")
+
+
+# 5 CPU
+
+
+def _cpu(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    *,
+    logits_cache: Tensor | None = None,
+    cache_col: int = 0,
+    cache_cols: Tensor | None = None,
+    **flags: Any,
+) -> tuple[Tensor, Tensor]:
+    _check(logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
+    return gumbel_block_argmax_ref(
+        logits,
+        idx_mapping,
+        temperature,
+        seeds,
+        pos,
+        logits_cache=logits_cache,
+        cache_col=cache_col,
+        cache_cols=cache_cols,
+        **flags,
+    )
+
+
+# 6 fake
+
+
+def _fake(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    *,
+    logits_cache: Tensor | None = None,
+    cache_col: int = 0,
+    cache_cols: Tensor | None = None,
+    use_fp64: bool = False,
+    **flags: Any,
+) -> tuple[Tensor, Tensor]:
+    _check(logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
+    return _outputs(logits, use_fp64)
+
+
+for _name, _cache in (("gumbel_block_argmax", ""), ("gumbel_block_argmax_cache", CACHE_ARGS)):
+    register(
+        f"{_name}(Tensor logits, {SAMPLER_ARGS}{_cache}{FLAG_ARGS}) -> (Tensor, Tensor)",
+        cpu=_cpu,
+        cuda=_gumbel_block_argmax_launch,
+        fake=_fake,
+    )
+
+
+# 7 samples
+
+
+def sampler_state(device: torch.device | str, num_slots: int) -> tuple[Tensor, Tensor]:
+    """temperature f32 [S] with greedy, one and other values; seeds i64 [S]."""
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.6, -1.0], device=device).repeat(num_slots)
+    seeds = torch.arange(num_slots, device=device, dtype=torch.int64) * 0x9E3779B97F4A7C1 - 5
+    return temperature[:num_slots].contiguous(), seeds
+
+
+def sample_inputs(
+    device: torch.device | str,
+) -> list[tuple[str, tuple[Tensor, ...], dict[str, Any]]]:
+    """(op name, arguments, keywords): typical, every option, strided rows, B = 0, odd V."""
+    samples: list[tuple[str, tuple[Tensor, ...], dict[str, Any]]] = []
+    generator = torch.Generator(device).manual_seed(1)
+    temperature, seeds = sampler_state(device, 5)
+
+    def add(num_rows: int, vocab: int, dtype: torch.dtype, strided: bool, **kwargs: Any) -> None:
+        logits = torch.randn(num_rows, 2, vocab, device=device, generator=generator).to(dtype)
+        steps = torch.arange(3, device=device)
+        pos = torch.arange(num_rows, device=device)[:, None] * 7 + steps
+        idx_mapping = (torch.arange(num_rows, device=device)[:, None] + 0 * steps).int() - 1
+        row = (logits[:, 1], idx_mapping[:, 1], pos[:, 1])
+        base, idx, key = row if strided else tuple(x.contiguous() for x in row)
+        name = "gumbel_block_argmax"
+        if "cache_col" in kwargs or "cache_cols" in kwargs:
+            name += "_cache"
+            kwargs["logits_cache"] = torch.full((5, 3, vocab + 3), 7.0, device=device, dtype=dtype)[
+                ..., 1:
+            ]
+        samples.append((name, (base, idx, temperature, seeds, key), kwargs))
+
+    add(3, 1500, torch.bfloat16, strided=False)
+    add(3, 1500, torch.bfloat16, strided=True, cache_col=1, is_drafting=True)
+    add(2, 1025, torch.float16, strided=True, cache_cols=torch.tensor(2, device=device))
+    add(2, 7, torch.float32, True, cache_cols=torch.tensor([0, 9], device=device), pos_offset=-1)
+    add(2, 1, torch.float32, strided=False, apply_temperature=False, use_fp64=True)
+    add(0, 1024, torch.float32, strided=False, cache_col=0)
+    return samples
