@@ -20,11 +20,21 @@ def register(
 ) -> None:
     """Define ``dspark::<schema>`` with its CPU, GPU and fake implementations.
 
-    Sampling has no gradient: the Autograd key falls through, so outputs never require one.
+    The variants of an op share their implementations, which get every argument by its name. Sampling
+    has no gradient: the Autograd key falls through, so outputs never require one.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, cpu, "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
+    names = [a.name for a in getattr(torch.ops.dspark, name).default._schema.arguments]
+
+    def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The dispatcher leaves out trailing arguments that equal their defaults.
+            return function(**dict(zip(names, args, strict=False)), **kwargs)
+
+        return call
+
+    LIBRARY.impl(name, by_name(cpu), "CPU")
+    LIBRARY.impl(name, by_name(cuda), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"dspark::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"dspark::{name}", by_name(fake), lib=LIBRARY)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dspark_ops import _checks
+from dspark_ops._launch import launch_options, on_device
 from dspark_ops._library import register
 from dspark_ops._triton import require_triton, tl, triton
-from dspark_ops.ordered import argmax_first, ordered_key
+from dspark_ops.ordered import argmax_first, ordered_key, pack_key
 
 # 1 reference
 
@@ -37,14 +38,23 @@ def combine_row(value_row_ptr, id_row_ptr, num_blocks, BLOCK_K: tl.constexpr):
         mask_k = offs_k < num_blocks
         value = tl.load(value_row_ptr + offs_k, mask=mask_k, other=0)
         ids = tl.load(id_row_ptr + offs_k, mask=mask_k, other=0)
-        if value.dtype != tl.int64:
-            value = ordered_key(value).to(tl.int64)
-        key, offset = argmax_first(value, offs_k, mask_k, -0x8000000000000000)
+        if value.dtype == tl.float32:
+            # Key and offset in one word: one reduction instead of two.
+            packed = pack_key(ordered_key(value), offs_k)
+            packed = tl.where(mask_k, packed, -0x8000000000000000)
+            word = tl.max(packed, axis=0)
+            key = word >> 32
+            is_best = packed == word
+        else:
+            if value.dtype == tl.float64:
+                value = ordered_key(value)
+            key, offset = argmax_first(value, offs_k, mask_k, -0x8000000000000000)
+            is_best = offs_k == offset
         # Strictly above: an equal maximum of a later block is not the first. Of the first block the
         # id counts even if its key is the lowest there is.
         if (key > best_key) | (start == 0):
             best_key = key
-            best_id = tl.sum(tl.where(offs_k == offset, ids, 0), axis=0)
+            best_id = tl.sum(tl.where(is_best, ids, 0), axis=0)
     return best_id
 
 
@@ -59,9 +69,12 @@ def _gumbel_combine_kernel(
     num_blocks,
     stride_max_b,
     stride_id_b,
+    LAUNCH_PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     token = combine_row(
         block_max_ptr + row * stride_max_b,
         block_argmax_ptr + row * stride_id_b,
@@ -74,6 +87,7 @@ def _gumbel_combine_kernel(
 # 3 launcher
 
 BLOCK_K = 256
+NUM_WARPS = 2
 
 
 def _check(block_max: Tensor, block_argmax: Tensor) -> None:
@@ -101,16 +115,18 @@ def _gumbel_combine_launch(block_max: Tensor, block_argmax: Tensor) -> Tensor:
     num_rows, num_blocks = block_max.shape
     token = block_argmax.new_empty(num_rows)
     if num_rows > 0:
-        _gumbel_combine_kernel[(num_rows,)](
-            token_ptr=token,
-            block_max_ptr=block_max,
-            block_argmax_ptr=block_argmax,
-            num_blocks=num_blocks,
-            stride_max_b=block_max.stride(0),
-            stride_id_b=block_argmax.stride(0),
-            BLOCK_K=BLOCK_K,
-            num_warps=2,
-        )
+        with on_device(block_max):
+            _gumbel_combine_kernel[(num_rows,)](
+                token_ptr=token,
+                block_max_ptr=block_max,
+                block_argmax_ptr=block_argmax,
+                num_blocks=num_blocks,
+                stride_max_b=block_max.stride(0),
+                stride_id_b=block_argmax.stride(0),
+                BLOCK_K=BLOCK_K,
+                num_warps=NUM_WARPS,
+                **launch_options(block_max),
+            )
     return token
 
 

@@ -8,43 +8,47 @@ Equal, bit for bit, to ``torch.add`` + ``gumbel_block_argmax`` + argmax + gather
 there for the contract. ``draft_tokens`` gets the id of every row, inert ones too. Bytes that must move:
 logits, bias and cache once each.
 
-A program walks a chunk of a row's vocabulary tile by tile and keeps the best. Logarithms are the cost of
-a large batch, and only an element that can still win needs them: a tile is skipped when no logit of it
-plus ``gumbel_bound`` exceeds the best so far. Rounding is monotonic and the bound is never below the
-noise, so a skipped value is at most the best; equal, it loses the tie to the lower id. The result is
-exactly that of computing every value.
+Logarithms are the cost of a large batch, and only a value that can still win needs them. A program
+walks a chunk of a row tile by tile. Each lane keeps its token of the highest ``gumbel_bound`` and the
+second highest bound it met; noise is computed once, for the lanes' tokens. Rounding is monotonic and a
+bound is never below its noise, so a token left out is at most the second bound: if no lane's exceeds
+the best value, which it does about once in 300 chunks, the result is that of computing every value,
+otherwise every value is computed. So the result is exact for any input and chunk size.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
+from dspark_ops._launch import launch_options, on_device
 from dspark_ops._library import register
 from dspark_ops._triton import require_triton, tl, triton
 from dspark_ops.gumbel_block_argmax import (
     CACHE_ARGS,
     FLAG_ARGS,
     SAMPLER_ARGS,
+    cache_arguments,
+    check_arguments,
     check_sampler,
     columns_ref,
     key_offset,
     noised_logits_ref,
     noised_values,
-    sampler_arguments,
+    over_temperature,
     write_cache_ref,
 )
 from dspark_ops.gumbel_block_argmax import sample_inputs as block_sample_inputs
 from dspark_ops.gumbel_combine import combine_row
 from dspark_ops.noise import (
-    GUMBEL_HIGH_STREAM,
-    GUMBEL_STREAM,
+    TL_GUMBEL_HIGH_STREAM,
+    TL_GUMBEL_STREAM,
     gumbel_bound,
     hash_finish,
     hash_prefix,
 )
-from dspark_ops.ordered import argmax_first, ordered_key
+from dspark_ops.ordered import argmax_first, max_packed, ordered_key, pack_key, unpack_id
 from dspark_ops.rounding import round_to
 from dspark_ops.rows import load_row, rows_ref
 
@@ -86,7 +90,6 @@ def gumbel_sample_ref(
 
 @triton.jit(
     do_not_specialize=[
-        "V",
         "num_slots",
         "num_cols",
         "num_chunks",
@@ -128,11 +131,24 @@ def _gumbel_sample_kernel(
     HAS_COL_PTR: tl.constexpr,
     APPLY_TEMPERATURE: tl.constexpr,
     USE_FP64: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
     TILE_V: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)  # one axis: the others end at 65535
     row = program // num_chunks
     first_tile = (program % num_chunks).to(tl.int32) * tiles_per_chunk
+    logits_row = logits_ptr + row * stride_logits_b
+    bias_row = bias_ptr + row * stride_bias_b
+    offs_v = first_tile * TILE_V + tl.arange(0, TILE_V)
+    mask_v = offs_v < V
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # A tile is loaded while the one before it, or the row's state, is worked on.
+    next_x = tl.load(logits_row + offs_v, mask=mask_v, other=float("-inf"))
+    next_bias = 0.0
+    if HAS_BIAS:
+        next_bias = tl.load(bias_row + offs_v, mask=mask_v, other=0.0)
     slot, live, sampled, temperature, seed, pos, column = load_row(
         row,
         idx_mapping_ptr,
@@ -154,52 +170,84 @@ def _gumbel_sample_kernel(
         written = live & (column >= 0) & (column < num_cols)
         cache_row = cache_ptr + slot * stride_cache_s + column * stride_cache_c
         seed ^= column << 32
-    logits_row = logits_ptr + row * stride_logits_b
-    bias_row = bias_ptr + row * stride_bias_b
     # The bound needs one hash: the noise's own in fp32, the complement of the high word in fp64.
-    bound_prefix = hash_prefix(seed, pos, GUMBEL_HIGH_STREAM if USE_FP64 else GUMBEL_STREAM)
+    bound_prefix = hash_prefix(seed, pos, TL_GUMBEL_HIGH_STREAM if USE_FP64 else TL_GUMBEL_STREAM)
 
-    none = -0x8000000000000000 if USE_FP64 else -0x80000000
-    best_key = tl.full((), none, tl.int64 if USE_FP64 else tl.int32)
-    best = tl.full((), float("-inf"), tl.float64 if USE_FP64 else tl.float32)
-    best_id = tl.full((), 0, tl.int32)
-    for tile in range(first_tile, first_tile + tiles_per_chunk):
+    lane_id = offs_v
+    lane_x = tl.full((TILE_V,), float("-inf"), tl.float32)
+    lane_bound = lane_x
+    lane_second = lane_x
+    last_tile = first_tile + tiles_per_chunk - 1
+    for tile in range(first_tile, last_tile + 1):
         offs_v = tile * TILE_V + tl.arange(0, TILE_V)
         mask_v = offs_v < V
-        x = tl.load(logits_row + offs_v, mask=mask_v, other=float("-inf"))
+        x = next_x
+        bias = next_bias
+        offs_next = offs_v + TILE_V
+        mask_next = (offs_next < V) & (tile < last_tile)
+        next_x = tl.load(logits_row + offs_next, mask=mask_next, other=float("-inf"))
         if HAS_BIAS:
-            bias = tl.load(bias_row + offs_v, mask=mask_v, other=0.0)
+            next_bias = tl.load(bias_row + offs_next, mask=mask_next, other=0.0)
             x = round_to(x.to(tl.float32) + bias.to(tl.float32), SUM_DTYPE)
         if HAS_CACHE:
             tl.store(cache_row + offs_v, x, mask=mask_v & written)
         x = x.to(tl.float32)
+        if tiles_per_chunk == 1:
+            lane_x = x
+        else:
+            bound = x
+            if sampled:
+                if APPLY_TEMPERATURE:
+                    bound = over_temperature(x, temperature)
+                r = hash_finish(bound_prefix, offs_v)
+                bound += gumbel_bound(r ^ 0xFFFFFFFF if USE_FP64 else r)
+            bound = tl.where(bound == bound, bound, float("inf"))  # NaN wins
+            lane_second = tl.maximum(lane_second, tl.minimum(bound, lane_bound))
+            higher = bound > lane_bound
+            lane_bound = tl.where(higher, bound, lane_bound)
+            lane_x = tl.where(higher, x, lane_x)
+            lane_id = tl.where(higher, offs_v, lane_id)
 
-        bound = x
-        if sampled:
-            r = hash_finish(bound_prefix, offs_v)
-            if USE_FP64:
-                r = ~r
-            if APPLY_TEMPERATURE:
-                bound = tl.where(temperature == 1.0, x, x / temperature)
-            bound += gumbel_bound(r)
-        # A NaN may win. Its best is NaN, below which nothing compares, so it then stays.
-        highest = tl.max(tl.where(bound == bound, bound, float("inf")), axis=0)
-        if USE_FP64:
-            # The sum above rounded to f32, its exact value may be half an ulp higher.
-            highest = highest.to(tl.float64)
-            highest += tl.abs(highest) * 1.1920928955078125e-07
-        if (highest > best) | (tile == first_tile):
+    none = -0x8000000000000000 if USE_FP64 else -0x80000000
+    value = noised_values(
+        lane_x, lane_id, sampled, temperature, seed, pos, APPLY_TEMPERATURE, USE_FP64
+    )
+    best_key, best_id = argmax_first(ordered_key(value), lane_id, lane_id < V, none)
+
+    # Of a greedy row the bounds are the values: only NaN beside inf in one lane is undecided.
+    second = tl.max(lane_second, axis=0)
+    undecided = second == float("inf")
+    if sampled & (second > float("-inf")):
+        best = tl.sum(tl.where(lane_id == best_id, value, 0.0), axis=0)  # one lane is not zero
+        # In fp64 the bound is a sum rounded to f32: it may lie half an ulp too low.
+        undecided |= not (second + tl.abs(second) * 1.1920928955078125e-07 < best)
+    if undecided:
+        for tile in range(first_tile, last_tile + 1):
+            offs_v = tile * TILE_V + tl.arange(0, TILE_V)
+            mask_v = offs_v < V
+            x = tl.load(logits_row + offs_v, mask=mask_v, other=float("-inf"))
+            if HAS_BIAS:
+                bias = tl.load(bias_row + offs_v, mask=mask_v, other=0.0)
+                x = round_to(x.to(tl.float32) + bias.to(tl.float32), SUM_DTYPE)
             value = noised_values(
-                x, offs_v, sampled, temperature, seed, pos, APPLY_TEMPERATURE, USE_FP64
+                x.to(tl.float32),
+                offs_v,
+                sampled,
+                temperature,
+                seed,
+                pos,
+                APPLY_TEMPERATURE,
+                USE_FP64,
             )
             key, key_id = argmax_first(ordered_key(value), offs_v, mask_v, none)
-            if key > best_key:
+            if (key > best_key) | ((key == best_key) & (key_id < best_id)):
                 best_key = key
                 best_id = key_id
-                # One lane is not zero, so the sum is that lane, NaN and infinities included.
-                best = tl.sum(tl.where(offs_v == key_id, value, 0.0), axis=0)
-    tl.store(partial_ptr + program, best_key.to(tl.int64))
-    tl.store(partial_ptr + num_partials + program, best_id.to(tl.int64))
+    if USE_FP64:
+        tl.store(partial_ptr + program, best_key)
+        tl.store(partial_ptr + num_partials + program, best_id.to(tl.int64))
+    else:
+        tl.store(partial_ptr + program, pack_key(best_key, best_id))
 
 
 @triton.jit(
@@ -219,36 +267,50 @@ def _gumbel_sample_finish_kernel(
     stride_weight_v,
     HAS_DRAFT: tl.constexpr,
     HAS_EMBED: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     keys = partial_ptr + row * num_chunks
-    token = combine_row(keys, keys + num_partials, num_chunks, BLOCK_K)
-    tl.store(token_ptr + row, token)
-    if HAS_DRAFT:
-        tl.store(draft_ptr + row * stride_draft_b, token.to(draft_ptr.dtype.element_ty))
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    if USE_FP64:
+        token = combine_row(keys, keys + num_partials, num_chunks, BLOCK_K)
+    else:
+        token = unpack_id(max_packed(keys, num_chunks, BLOCK_K)).to(tl.int64)
     if HAS_EMBED:
         for start in range(0, R, BLOCK_R):
             offs_r = start + tl.arange(0, BLOCK_R)
             mask_r = offs_r < R
             weight = tl.load(weight_ptr + token * stride_weight_v + offs_r, mask=mask_r, other=0.0)
             tl.store(embedding_ptr + row * R + offs_r, weight, mask=mask_r)
+    tl.store(token_ptr + row, token)
+    if HAS_DRAFT:
+        tl.store(draft_ptr + row * stride_draft_b, token.to(draft_ptr.dtype.element_ty))
 
 
 # 3 launcher
 
-TILE_V = 1024
+# One configuration for every batch, so that a new batch size compiles nothing. H200, V 151936,
+# bf16, loop of 7 steps in graph replay: tile 512 and 4 warps 203 / 243 / 327 / 622 us at B 1 / 8 / 32 /
+# 128; 1024 and 4: 204 / 257 / 355 / 614; 256 and 1: - / 251 / 341 / 589.
+TILE_V = 512
+NUM_WARPS = 4
+FINISH_WARPS = 1
 BLOCK_K = 256
 BLOCK_R = 256
 _TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def chunks(num_rows: int, vocab: int) -> tuple[int, int]:
-    """(chunks a row, tiles a chunk)."""
-    tiles = (vocab + TILE_V - 1) // TILE_V
-    tiles_per_chunk = max(1, tiles * num_rows // 2048)
-    return (tiles + tiles_per_chunk - 1) // tiles_per_chunk, tiles_per_chunk
+def _tiles_per_chunk(num_rows: int, vocab: int) -> int:
+    """Few tiles leave the GPU filled, many need fewer logarithms."""
+    tiles = num_rows * ((vocab + TILE_V - 1) // TILE_V)
+    return max(1, tiles // MAX_PROGRAMS)
+
+
+MAX_PROGRAMS = 1056
 
 
 def _check(
@@ -303,6 +365,89 @@ def _check(
     return dtype
 
 
+class _Plan(NamedTuple):
+    """What a call's metadata decides."""
+
+    num_chunks: int
+    num_partials: int
+    sampler: dict[str, Any]
+    finish: dict[str, Any]
+
+
+def _make_plan(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    bias: Tensor | None,
+    logits_cache: Tensor | None,
+    cache_cols: Tensor | None,
+    draft_tokens: Tensor | None,
+    embed_weight: Tensor | None,
+    dtype: torch.dtype,
+) -> _Plan:
+    num_rows, vocab = logits.shape
+    tiles_per_chunk = _tiles_per_chunk(num_rows, vocab)
+    num_chunks = (vocab + TILE_V * tiles_per_chunk - 1) // (TILE_V * tiles_per_chunk)
+    num_partials = num_rows * num_chunks
+    pdl = launch_options(logits)
+    sampler = dict(
+        V=vocab,
+        num_slots=temperature.shape[0],
+        num_cols=0,
+        num_chunks=num_chunks,
+        tiles_per_chunk=tiles_per_chunk,
+        num_partials=num_partials,
+        stride_logits_b=logits.stride(0),
+        stride_bias_b=0,
+        stride_idx_b=idx_mapping.stride(0),
+        stride_pos_b=pos.stride(0),
+        stride_col_b=0,
+        stride_cache_s=0,
+        stride_cache_c=0,
+        SUM_DTYPE=_TL_DTYPE[dtype],
+        HAS_BIAS=bias is not None,
+        HAS_CACHE=logits_cache is not None,
+        HAS_COL_PTR=cache_cols is not None,
+        TILE_V=TILE_V,
+        num_warps=NUM_WARPS,
+        **pdl,
+    )
+    if bias is not None and bias.dim() == 2 and bias.shape[0] > 1:
+        sampler["stride_bias_b"] = bias.stride(0)
+    if logits_cache is not None:
+        sampler["num_cols"] = logits_cache.shape[1]
+        sampler["stride_cache_s"] = logits_cache.stride(0)
+        sampler["stride_cache_c"] = logits_cache.stride(1)
+    if cache_cols is not None and cache_cols.dim() == 1:
+        sampler["stride_col_b"] = cache_cols.stride(0)
+    finish = dict(
+        num_chunks=num_chunks,
+        num_partials=num_partials,
+        R=0 if embed_weight is None else embed_weight.shape[1],
+        stride_draft_b=0 if draft_tokens is None else draft_tokens.stride(0),
+        stride_weight_v=0 if embed_weight is None else embed_weight.stride(0),
+        HAS_DRAFT=draft_tokens is not None,
+        HAS_EMBED=embed_weight is not None,
+        BLOCK_K=BLOCK_K,
+        BLOCK_R=BLOCK_R,
+        num_warps=FINISH_WARPS,
+        **pdl,
+    )
+    return _Plan(num_chunks, num_partials, sampler, finish)
+
+
+def _metadata(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.get_device())
+
+
+# Checks and strides cost more host time than the rest of a call, so a call whose metadata has been
+# seen skips them. Cleared when full: a server meets a few hundred batch shapes.
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_MAX_PLANS = 4096
+
+
 def _gumbel_sample_launch(
     logits: Tensor,
     idx_mapping: Tensor,
@@ -321,92 +466,66 @@ def _gumbel_sample_launch(
     apply_temperature: bool = True,
     use_fp64: bool = False,
 ) -> Any:
-    require_triton("gumbel_sample")
-    dtype = _check(
-        logits,
-        idx_mapping,
-        temperature,
-        seeds,
-        pos,
-        bias,
-        logits_cache,
-        cache_col,
-        cache_cols,
-        draft_tokens,
-        embed_weight,
+    key = (
+        _metadata(logits),
+        _metadata(idx_mapping),
+        _metadata(temperature),
+        _metadata(seeds),
+        _metadata(pos),
+        _metadata(bias),
+        _metadata(logits_cache),
+        _metadata(cache_cols),
+        _metadata(draft_tokens),
+        _metadata(embed_weight),
+        cache_col < 0,
     )
-    num_rows, vocab = logits.shape
-    token = idx_mapping.new_empty(num_rows, dtype=torch.int64)
+    plan = _plans.get(key)
+    if plan is None:
+        require_triton("gumbel_sample")
+        arguments = (logits, idx_mapping, temperature, seeds, pos, bias, logits_cache)
+        options = (draft_tokens, embed_weight)
+        dtype = _check(*arguments, cache_col, cache_cols, *options)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(*arguments, cache_cols, *options, dtype)
+
+    num_rows = logits.shape[0]
+    token = seeds.new_empty(num_rows)
     embedding = None
     if embed_weight is not None:
         embedding = embed_weight.new_empty(num_rows, embed_weight.shape[1])
     if num_rows > 0:
-        num_chunks, tiles_per_chunk = chunks(num_rows, vocab)
-        num_partials = num_rows * num_chunks
-        partial = token.new_empty(2, num_partials)  # ordered keys, ids
-        has_bias = bias is not None
-        has_cache = logits_cache is not None
-        has_col_ptr = cache_cols is not None
-        _gumbel_sample_kernel[(num_partials,)](
-            partial_ptr=partial,
-            logits_ptr=logits,
-            bias_ptr=bias if has_bias else logits,
-            idx_mapping_ptr=idx_mapping,
-            temperature_ptr=temperature,
-            seeds_ptr=seeds,
-            pos_ptr=pos,
-            cache_ptr=logits_cache if has_cache else logits,
-            col_ptr=cache_cols if has_col_ptr else pos,
-            V=vocab,
-            num_slots=temperature.shape[0],
-            num_cols=logits_cache.shape[1] if has_cache else 0,
-            num_chunks=num_chunks,
-            tiles_per_chunk=tiles_per_chunk,
-            num_partials=num_partials,
-            col=cache_col,
-            offset=key_offset(pos_offset, is_drafting),
-            stride_logits_b=logits.stride(0),
-            stride_bias_b=bias.stride(0) if has_bias and bias.dim() == 2 and len(bias) > 1 else 0,
-            stride_idx_b=idx_mapping.stride(0),
-            stride_pos_b=pos.stride(0),
-            stride_col_b=cache_cols.stride(0) if has_col_ptr and cache_cols.dim() else 0,
-            stride_cache_s=logits_cache.stride(0) if has_cache else 0,
-            stride_cache_c=logits_cache.stride(1) if has_cache else 0,
-            SUM_DTYPE=_TL_DTYPE[dtype],
-            HAS_BIAS=has_bias,
-            HAS_CACHE=has_cache,
-            HAS_COL_PTR=has_col_ptr,
-            APPLY_TEMPERATURE=apply_temperature,
-            USE_FP64=use_fp64,
-            TILE_V=TILE_V,
-            num_warps=4,
-        )
-        has_draft = draft_tokens is not None
-        has_embed = embed_weight is not None
-        _gumbel_sample_finish_kernel[(num_rows,)](
-            token_ptr=token,
-            draft_ptr=draft_tokens if has_draft else token,
-            embedding_ptr=embedding if has_embed else token,
-            partial_ptr=partial,
-            weight_ptr=embed_weight if has_embed else token,
-            num_chunks=num_chunks,
-            num_partials=num_partials,
-            R=embed_weight.shape[1] if has_embed else 0,
-            stride_draft_b=draft_tokens.stride(0) if has_draft else 0,
-            stride_weight_v=embed_weight.stride(0) if has_embed else 0,
-            HAS_DRAFT=has_draft,
-            HAS_EMBED=has_embed,
-            BLOCK_K=BLOCK_K,
-            BLOCK_R=BLOCK_R,
-            num_warps=2,
-        )
+        partial = seeds.new_empty((2 if use_fp64 else 1) * plan.num_partials)
+        with on_device(logits):
+            _gumbel_sample_kernel[(plan.num_partials,)](
+                partial_ptr=partial,
+                logits_ptr=logits,
+                bias_ptr=logits if bias is None else bias,
+                idx_mapping_ptr=idx_mapping,
+                temperature_ptr=temperature,
+                seeds_ptr=seeds,
+                pos_ptr=pos,
+                cache_ptr=logits if logits_cache is None else logits_cache,
+                col_ptr=pos if cache_cols is None else cache_cols,
+                col=cache_col,
+                offset=key_offset(pos_offset, is_drafting),
+                APPLY_TEMPERATURE=apply_temperature,
+                USE_FP64=use_fp64,
+                **plan.sampler,
+            )
+            _gumbel_sample_finish_kernel[(num_rows,)](
+                token_ptr=token,
+                draft_ptr=token if draft_tokens is None else draft_tokens,
+                embedding_ptr=token if embedding is None else embedding,
+                partial_ptr=partial,
+                weight_ptr=token if embed_weight is None else embed_weight,
+                USE_FP64=use_fp64,
+                **plan.finish,
+            )
     return token if embedding is None else (token, embedding)
 
 
 # 4 op
-
-DRAFT_ARGS = "Tensor(b!) draft_tokens, "
-EMBED_ARGS = "Tensor embed_weight, "
 
 
 def gumbel_sample(
@@ -442,21 +561,22 @@ def gumbel_sample(
     Raises:
         TypeError, ValueError: metadata that does not fit; nothing has been written then.
     """
-    arguments, kwargs = sampler_arguments(
-        logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, pos_offset
-    )
-    name = "gumbel_sample"
+    rows = check_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
     if bias is not None:
         _checks.check_is_tensor("bias", bias)
-        kwargs["bias"] = bias
-    if logits_cache is not None:
-        name += "_cache"
-    if draft_tokens is not None:
-        _checks.check_is_tensor("draft_tokens", draft_tokens)
-        name += "_draft"
-        kwargs["draft_tokens"] = draft_tokens
-    kwargs.update(is_drafting=is_drafting, apply_temperature=apply_temperature, use_fp64=use_fp64)
-    return getattr(torch.ops.dspark, name).default(*arguments, **kwargs)
+    flags = (bias, pos_offset, is_drafting, apply_temperature, use_fp64)
+    cache: tuple[Any, ...] = ()
+    if logits_cache is not None or cache_col is not None:
+        cache = cache_arguments(logits_cache, cache_col)
+    if draft_tokens is None:
+        op = torch.ops.dspark.gumbel_sample_cache if cache else torch.ops.dspark.gumbel_sample
+        return op.default(*rows, *cache, *flags)
+    _checks.check_is_tensor("draft_tokens", draft_tokens)
+    if cache:
+        op = torch.ops.dspark.gumbel_sample_cache_draft
+    else:
+        op = torch.ops.dspark.gumbel_sample_draft
+    return op.default(*rows, *cache, draft_tokens, *flags)
 
 
 # 5 CPU
@@ -524,10 +644,11 @@ for _embed in ("", "_embed"):
     for _cache in ("", "_cache"):
         for _draft in ("", "_draft"):
             register(
-                f"gumbel_sample{_embed}{_cache}{_draft}(Tensor logits, {SAMPLER_ARGS}"
-                f"Tensor? bias=None, {CACHE_ARGS if _cache else ''}{DRAFT_ARGS if _draft else ''}"
-                f"{EMBED_ARGS if _embed else ''}{FLAG_ARGS})"
-                f" -> {'(Tensor, Tensor)' if _embed else 'Tensor'}",
+                f"gumbel_sample{_embed}{_cache}{_draft}({SAMPLER_ARGS}"
+                f"{CACHE_ARGS if _cache else ''}"
+                f"{', Tensor(b!) draft_tokens' if _draft else ''}"
+                f"{', Tensor embed_weight' if _embed else ''}"
+                f", Tensor? bias=None{FLAG_ARGS}) -> {'(Tensor, Tensor)' if _embed else 'Tensor'}",
                 cpu=_cpu,
                 cuda=_gumbel_sample_launch,
                 fake=_fake,

@@ -22,6 +22,10 @@ ACCEPTANCE_STREAM = 0x5851F42D
 # Drafting adds this to the position: draft and target noise must never meet.
 DRAFT_POSITION_OFFSET = 1 << 30
 
+# The same as kernels see them: a global of a kernel has to be a constexpr.
+TL_GUMBEL_STREAM = tl.constexpr(GUMBEL_STREAM)
+TL_GUMBEL_HIGH_STREAM = tl.constexpr(GUMBEL_HIGH_STREAM)
+
 _MASK32 = 0xFFFFFFFF
 _BELOW_ONE = 1.0 - 2.0**-53
 

@@ -27,3 +27,28 @@ def argmax_first(key, offs, mask, NONE_KEY: tl.constexpr):
     key = tl.where(mask, key, NONE_KEY)
     best = tl.max(key, axis=0)
     return best, tl.min(tl.where(mask & (key == best), offs, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def pack_key(key, offs):
+    """int64 that orders (int32 key, int32 offset >= 0) by larger key, then by lower offset."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - offs).to(tl.int64)
+
+
+@triton.jit
+def unpack_id(packed):
+    """The offset of ``pack_key``, int32."""
+    return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def max_packed(packed_ptr, num, BLOCK: tl.constexpr):
+    """Largest of ``num`` int64 words of ``pack_key``."""
+    offs = tl.arange(0, BLOCK)
+    best = tl.load(packed_ptr + offs, mask=offs < num, other=-0x8000000000000000)
+    for start in range(BLOCK, num, BLOCK):
+        word = tl.load(
+            packed_ptr + start + offs, mask=start + offs < num, other=-0x8000000000000000
+        )
+        best = tl.maximum(best, word)
+    return tl.max(best, axis=0)
