@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_passes.calls import Call
-from inductor_passes.report import Site
+from inductor_passes.sites import Site
 from inductor_passes.source_lines import described, source_line
 from inductor_passes.storage import reads_only_sizes
 

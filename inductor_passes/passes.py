@@ -19,7 +19,7 @@ from torch.fx import Graph
 import dspark_ops
 from inductor_passes.base import Fusion
 from inductor_passes.combine_fusion import CombineFusion
-from inductor_passes.report import Report, record
+from inductor_passes.sites import Report, record
 from inductor_passes.sampler_fusion import SamplerFusion
 
 FUSIONS: tuple[Fusion, ...] = (SamplerFusion(), CombineFusion())

@@ -6,9 +6,11 @@ from pathlib import Path
 from torch._ops import OpOverload
 from torch.fx import Node
 
+import dspark_ops
+
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
 # The public functions of the op package stand between the user's line and the op.
-_OURS = str(Path(__file__).resolve().parent.parent / "dspark_ops")
+_OURS = str(Path(dspark_ops.__file__).parent)
 
 
 def source_line(node: Node) -> tuple[str | None, int | None]:

@@ -127,3 +127,9 @@ def report() -> Report:
             "no pass ran: everything was served from a cache, or nothing was compiled with the passes"
         )
     return total
+
+
+def clear() -> None:
+    """Forget all graphs, so that `report` tells of what is compiled from now on."""
+    with _lock:
+        _kept.clear()

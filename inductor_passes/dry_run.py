@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from torch.fx import GraphModule
 
 from inductor_passes.backend import dspark
-from inductor_passes.report import Report, collecting
+from inductor_passes.sites import Report, collecting
 
 
 class _Stop(Exception):
