@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # A Library that is collected takes its ops with it, so it lives as long as the module.
 LIBRARY = torch.library.Library("dspark", "FRAGMENT")
@@ -38,3 +39,18 @@ def register(
     LIBRARY.impl(name, by_name(cuda), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"dspark::{name}", by_name(fake), lib=LIBRARY)
+
+
+def is_plain_gpu_call(x: Tensor) -> bool:
+    """Whether nothing would look at an op called on ``x``: no compiler, mode, transform or subclass.
+
+    Such a call may go straight to the launcher: the dispatcher's way to a Python kernel and back
+    costs 10 us for 14 arguments.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and x.is_cuda
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+    )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dspark_ops import _checks
 from dspark_ops._launch import launch_options, on_device
-from dspark_ops._library import register
+from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._triton import require_triton, tl, triton
 from dspark_ops.gumbel_block_argmax import (
     CACHE_ARGS,
@@ -293,11 +293,17 @@ def _gumbel_sample_finish_kernel(
 
 # 3 launcher
 
-# One configuration for every batch, so that a new batch size compiles nothing. H200, V 151936,
-# bf16, loop of 7 steps in graph replay: tile 512 and 4 warps 203 / 243 / 327 / 622 us at B 1 / 8 / 32 /
-# 128; 1024 and 4: 204 / 257 / 355 / 614; 256 and 1: - / 251 / 341 / 589.
+# One tile for every batch, so that a new batch size compiles nothing; how many tiles a program walks
+# is a run-time argument. H200, V 151936, bf16, loop of 7 steps in graph replay, us, by tiles a chunk:
+#   B   1:  1: 203
+#   B   8:  1: 261   3: 243   4: 243   5: 241   8: 243  12: 247  24: 287
+#   B  32:  1: 429   4: 347   8: 332  12: 338  16: 333  20: 330  24: 346
+#   B 128:  1: 1062  4: 725   8: 640  12: 611  16: 605  20: 595  24: 628
+# Tiles of 1024 with 4 warps are at best 243 / 332 / 604 at B 8 / 32 / 128.
 TILE_V = 512
 NUM_WARPS = 4
+MIN_PROGRAMS = 528  # four for each multiprocessor
+MAX_TILES = 20
 FINISH_WARPS = 1
 BLOCK_K = 256
 BLOCK_R = 256
@@ -307,10 +313,7 @@ _TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 def _tiles_per_chunk(num_rows: int, vocab: int) -> int:
     """Few tiles leave the GPU filled, many need fewer logarithms."""
     tiles = num_rows * ((vocab + TILE_V - 1) // TILE_V)
-    return max(1, tiles // MAX_PROGRAMS)
-
-
-MAX_PROGRAMS = 1056
+    return min(max(1, tiles // MIN_PROGRAMS), MAX_TILES)
 
 
 def _check(
@@ -438,14 +441,14 @@ def _make_plan(
     return _Plan(num_chunks, num_partials, sampler, finish)
 
 
-def _metadata(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.get_device())
-
-
-# Checks and strides cost more host time than the rest of a call, so a call whose metadata has been
-# seen skips them. Cleared when full: a server meets a few hundred batch shapes.
+# Checks and strides cost more host time than the rest of a call (9 of 18 us), so a call whose metadata
+# was seen before skips them. Cleared when full: a server meets a few hundred batch shapes.
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _MAX_PLANS = 4096
+
+
+def _metadata(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.get_device())
 
 
 def _gumbel_sample_launch(
@@ -454,13 +457,12 @@ def _gumbel_sample_launch(
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
-    *,
-    bias: Tensor | None = None,
     logits_cache: Tensor | None = None,
     cache_col: int = 0,
     cache_cols: Tensor | None = None,
     draft_tokens: Tensor | None = None,
     embed_weight: Tensor | None = None,
+    bias: Tensor | None = None,
     pos_offset: int = 0,
     is_drafting: bool = False,
     apply_temperature: bool = True,
@@ -564,14 +566,17 @@ def gumbel_sample(
     rows = check_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
     if bias is not None:
         _checks.check_is_tensor("bias", bias)
+    if draft_tokens is not None:
+        _checks.check_is_tensor("draft_tokens", draft_tokens)
     flags = (bias, pos_offset, is_drafting, apply_temperature, use_fp64)
     cache: tuple[Any, ...] = ()
     if logits_cache is not None or cache_col is not None:
         cache = cache_arguments(logits_cache, cache_col)
+    if is_plain_gpu_call(logits):
+        return _gumbel_sample_launch(*rows, *(cache or (None, 0, None)), draft_tokens, None, *flags)
     if draft_tokens is None:
         op = torch.ops.dspark.gumbel_sample_cache if cache else torch.ops.dspark.gumbel_sample
         return op.default(*rows, *cache, *flags)
-    _checks.check_is_tensor("draft_tokens", draft_tokens)
     if cache:
         op = torch.ops.dspark.gumbel_sample_cache_draft
     else:
