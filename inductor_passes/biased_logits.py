@@ -139,17 +139,25 @@ def _why_no_add(logits: Any) -> str:
     source = logits
     while is_view(source) and isinstance(source.args[0], Node):
         source = source.args[0]
-    if is_call_to(source, *_SCATTERS):
+    if source is not logits and is_call_to(source, *_SCATTERS):
         return (
             f"the logits are read back from {described(source)}, where they are stored as well: "
             "the fused op would not store them there"
         )
-    above, steps = logits, 0
-    while isinstance(above, Node) and above.op == "call_function" and steps < 8:
-        if is_call_to(above, aten.add.Tensor) and all(isinstance(a, Node) for a in above.args):
-            return (
-                f"{described(logits)} stands between the add ({described(above)}) and the sampler"
-            )
-        inputs = above.all_input_nodes
-        above, steps = (inputs[0] if inputs else None), steps + 1  # type: ignore[assignment]
+    add = _add_above(logits)
+    if add is not None:
+        return f"{described(logits)} stands between the add ({described(add)}) and the sampler"
     return f"there is no add in front of the sampler: the logits come from {described(logits)}"
+
+
+def _add_above(logits: Node) -> Node | None:
+    """An add of two matrices that ``logits`` are computed from, few steps up."""
+    above = [logits]
+    for node in above:
+        if is_call_to(node, aten.add.Tensor) and all(isinstance(a, Node) for a in node.args):
+            return node
+        for source in node.all_input_nodes if len(above) < 16 else ():
+            value = source.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and source not in above:
+                above.append(source)
+    return None

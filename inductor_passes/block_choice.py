@@ -117,7 +117,23 @@ def find_gather(call: Call) -> tuple[Node, list[Node]]:
                 source = arguments_of(reader)["self"]
                 if source is result or source in through:
                     return reader, [result, *through]
+    other = _gather_of_another(call)
+    if other is not None:
+        raise LeftAlone(
+            f"two block ops share {described(other)}: it reads the other one's block_argmax"
+        )
     raise LeftAlone("block_argmax is not read by a gather: no token is chosen here")
+
+
+def _gather_of_another(call: Call) -> Node | None:
+    """A gather whose index is chosen among the maxima of ``call``."""
+    reached = [reader for result in call.results(0) for reader in readers(result)]
+    for node in reached:
+        if is_call_to(node, aten.gather.default):
+            return node
+        if is_getitem(node) or is_call_to(node, *_RESHAPES, aten.argmax.default, aten.max.dim):
+            reached += readers(node)
+    return None
 
 
 def find_choice(call: Call, block_max_readers: bool) -> Choice:
@@ -177,6 +193,12 @@ def find_choice(call: Call, block_max_readers: bool) -> Choice:
     for node in between:
         for reader in readers(node):
             if reader is not gather and reader not in between:
+                if is_getitem(reader):
+                    reader = next(iter(reader.users), reader)
+                    raise LeftAlone(
+                        f"the largest block maximum ({described(chooser)}) is also read by "
+                        f"{described(reader)}"
+                    )
                 raise LeftAlone(
                     f"the index of the best block ({described(chooser)}) is also read by "
                     f"{described(reader)}"

@@ -144,7 +144,7 @@ def _scattered(call: Call, values: list[Node]) -> ColumnWrite | None:
     column = _written_view(scatters[0])
     if column is None or not same_shape(column.shape, values[0].meta["val"].shape):
         return None
-    sizes = [size_read(n, [values[0], base]) for n in column.shape]
+    sizes = [size_read(n, [call.arguments["idx_mapping"], base]) for n in column.shape]
     strides = [size_read(n, [base]) for n in column.stride()]
     offset = size_read(column.storage_offset(), [base])
     if column.dtype not in _DRAFT_DTYPES or None in (*sizes, *strides, offset):

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from inductor_passes.base import Fusion, erase_unread, value_of
 from inductor_passes.block_choice import BLOCK_OPS, Choice, choice_is_near, find_choice
 from inductor_passes.calls import HANDED_ON, Call, find_call_nodes
+from inductor_passes.symbols import SizeReaders, find_size_readers
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Plan:
     block_max: Node
     block_argmax: Node
     choice: Choice
-    token: torch.Tensor
+    sizes: SizeReaders
+    token: torch.Tensor  # fake
 
 
 class CombineFusion(Fusion):
@@ -42,7 +44,10 @@ class CombineFusion(Fusion):
         value = value_of(block_argmax, "block_argmax")
         with value.fake_mode:  # type: ignore[attr-defined]
             token = value.new_empty(value.shape[0])
-        return Plan(call.results(0)[0], block_argmax, choice, token)
+        erased = [*choice.nodes, choice.gather, *choice.token_nodes()]
+        erased = [node for node in erased if node is not block_argmax]
+        sizes = find_size_readers(erased, [block_argmax])
+        return Plan(call.results(0)[0], block_argmax, choice, sizes, token)
 
     def edit(self, plan: Any) -> int:
         gather = plan.choice.gather
@@ -52,5 +57,5 @@ class CombineFusion(Fusion):
             )
         token.meta.update({key: gather.meta[key] for key in HANDED_ON if key in gather.meta})
         token.meta["val"] = plan.token
-        erase_unread(plan.choice.replace(token))
+        erase_unread([*plan.sizes.replace(token), *plan.choice.replace(token)])
         return 1

@@ -30,8 +30,8 @@ from inductor_passes.calls import V1, Call, Mutated, arguments_of, emit, find_ca
 from inductor_passes.column_write import ColumnWrite, find_column_write
 from inductor_passes.next_embedding import NextEmbedding, find_next_embedding
 from inductor_passes.source_lines import described
-from inductor_passes.storage import reads_only_sizes, storage_root, write_between
-from inductor_passes.symbols import emit_sizes
+from inductor_passes.storage import storage_root, write_between
+from inductor_passes.symbols import SizeReaders, emit_sizes, find_size_readers
 
 aten = torch.ops.aten
 
@@ -45,6 +45,7 @@ class Plan:
     pos: Node
     pos_offset: Any
     shift: list[Node]  # the adds of a number to the position that the op takes over
+    sizes: SizeReaders
     write: ColumnWrite | None
     embedding: NextEmbedding | None
 
@@ -75,7 +76,9 @@ class SamplerFusion(Fusion):
         value = value_of(logits.base, "the base logits")
         with value.fake_mode:  # type: ignore[attr-defined]
             token = value.new_empty(value.shape[0], dtype=torch.int64)
-        return Plan(call, choice, logits, token, pos, pos_offset, shift, write, embedding)
+        erased = [*logits.nodes, *shift, *choice.nodes, choice.gather, *tokens]
+        sizes = find_size_readers(erased, [logits.base, logits.bias, pos])
+        return Plan(call, choice, logits, token, pos, pos_offset, shift, sizes, write, embedding)
 
     def edit(self, plan: Plan) -> int:
         call, embedding, write = plan.call, plan.embedding, plan.write
@@ -104,10 +107,7 @@ class SamplerFusion(Fusion):
         op = getattr(torch.ops.dspark, name).default
         new = emit(call, op, arguments, mutated, bases, returns)
 
-        for add in plan.logits.nodes:
-            # Only sizes are still read of it; those are the base's.
-            add.replace_all_uses_with(base, lambda user: reads_only_sizes(user))
-        gone = [*plan.logits.nodes, *plan.shift, call.node]
+        gone = [*plan.logits.nodes, *plan.shift, call.node, *plan.sizes.replace(new.node)]
         for index in range(len(call.bases)):
             for old in call.new_bases(index):
                 old.replace_all_uses_with(new.new_bases[index])

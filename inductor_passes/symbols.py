@@ -8,6 +8,10 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from inductor_passes.base import LeftAlone
+from inductor_passes.source_lines import described
+from inductor_passes.storage import reads_only_sizes
+
 aten = torch.ops.aten
 
 
@@ -31,6 +35,8 @@ def size_read(number: Any, tensors: Sequence[Node]) -> int | SizeRead | None:
     """``number`` as an int, or as a size, stride or offset of one of ``tensors``."""
     if isinstance(number, int):
         return number
+    if not isinstance(number, torch.SymInt):
+        return None
     for tensor in tensors:
         value = tensor.meta["val"]
         known = [(aten.sym_size.int, (dim,), size) for dim, size in enumerate(value.shape)]
@@ -47,3 +53,35 @@ def emit_sizes(numbers: Any, anchor: Node) -> Any:
     if isinstance(numbers, list):
         return [emit_sizes(number, anchor) for number in numbers]
     return numbers.emit_before(anchor) if isinstance(numbers, SizeRead) else numbers
+
+
+@dataclass(frozen=True)
+class SizeReaders:
+    """Readers of only the sizes of nodes that a rewrite erases, and where else those sizes stand."""
+
+    dead: list[Node]  # read by erased nodes alone
+    moved: list[tuple[Node, SizeRead]]
+
+    def replace(self, anchor: Node) -> list[Node]:
+        """Read the sizes elsewhere, before ``anchor``; return what nobody needs any more."""
+        for node, read in self.moved:
+            node.replace_all_uses_with(read.emit_before(anchor))
+        return [*self.dead, *(node for node, _ in self.moved)]
+
+
+def find_size_readers(erased: Sequence[Node], kept: Sequence[Node]) -> SizeReaders:
+    """``kept``: the nodes whose sizes can be read instead. Raises `LeftAlone` if none has it."""
+    gone = set(erased)
+    found = SizeReaders([], [])
+    for node in erased:
+        for reader in node.users:
+            if not reads_only_sizes(reader):
+                continue
+            if all(user in gone for user in reader.users):
+                found.dead.append(reader)
+                continue
+            read = size_read(reader.meta.get("val"), kept)
+            if not isinstance(read, SizeRead):
+                raise LeftAlone(f"the shape of {described(node)} is read by {described(reader)}")
+            found.moved.append((reader, read))
+    return found
