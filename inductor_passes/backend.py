@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from inductor_passes.passes import DsparkPasses, split_options
 
-_SLOT = "post_grad_custom_pre_pass"
+SLOT = "post_grad_custom_pre_pass"
 
 
 def options(options: dict[str, Any] | None = None, *, mode: str | None = None) -> dict[str, Any]:
@@ -30,15 +30,15 @@ def options(options: dict[str, Any] | None = None, *, mode: str | None = None) -
     Raises:
         ValueError: unknown ``dspark.*`` option. RuntimeError: unknown option or mode of Inductor.
     """
-    return _inductor(options, mode).config
+    return inductor_with_passes(options, mode).config
 
 
-def _inductor(options: dict[str, Any] | None, mode: str | None) -> Any:
+def inductor_with_passes(options: dict[str, Any] | None, mode: str | None) -> Any:
     """torch.compile's own wrapper of Inductor: it validates options and knows the modes."""
     ours, inductor_options = split_options(options)
-    present = inductor_options.pop(_SLOT, getattr(inductor_config, _SLOT))
+    present = inductor_options.pop(SLOT, getattr(inductor_config, SLOT))
     wrapper = torch._TorchCompileInductorWrapper(mode, inductor_options, None)
-    wrapper.config[_SLOT] = DsparkPasses.around(present, ours)
+    wrapper.config[SLOT] = DsparkPasses.around(present, ours)
     return wrapper
 
 
@@ -50,7 +50,7 @@ def dspark(
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The backend: compile ``gm`` by Inductor with the passes."""
-    return _inductor(options, mode)(gm, example_inputs)
+    return inductor_with_passes(options, mode)(gm, example_inputs)
 
 
 def _reset() -> None:
@@ -70,7 +70,7 @@ def enabled(options: dict[str, Any] | None = None, *, mode: str | None = None) -
 
     Binds when code is compiled, which is at the first call and at each recompilation.
     """
-    with inductor_config.patch(_inductor(options, mode).config):
+    with inductor_config.patch(inductor_with_passes(options, mode).config):
         yield
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_passes.base import readers, same_shape
 from inductor_passes.biased_logits import CONVERTS
@@ -179,6 +180,9 @@ def _is_view_of(inner: Node, outer: Node) -> bool:
 
 
 def _obstacle(call: Call, write: ColumnWrite, arguments: list[Node]) -> str | None:
+    # Inductor adds the offset of a view to that of an input, though it contains it already.
+    if not statically_known_true(write.base.meta["val"].storage_offset() == 0):
+        return "its buffer starts at an offset in its memory"
     hoist = hoistable(write.base, call.node)
     if hoist is None:
         return "its buffer depends on the sampler"

@@ -70,24 +70,29 @@ class DsparkPasses(CustomGraphPass):
             present = tuple(present)
         return cls(tuple(sorted(options.items())), present)
 
+    def enabled(self) -> list[Fusion]:
+        options = dict(self.options)
+        return [fusion for fusion in FUSIONS if options[f"dspark.{fusion.name}"]]
+
     def __call__(self, graph: Graph) -> None:
         options = dict(self.options)
-        seen = Report(graphs=1, pass_names=tuple(fusion.name for fusion in FUSIONS))
+        enabled = self.enabled()
+        seen = Report(graphs=1, pass_names=tuple(fusion.name for fusion in enabled))
         for fusion in FUSIONS:
-            if options[f"dspark.{fusion.name}"]:
+            if fusion in enabled:
                 seen.sites += fusion.apply(graph, options["dspark.strict"])
             else:
                 seen.notes.append(f"{fusion.name} is switched off")
         if options["dspark.strict"]:
             graph.lint()
         record(seen)
-        for present in _as_tuple(self.wrapped):
+        for present in as_tuple(self.wrapped):
             present(graph)
 
     def uuid(self) -> str | None:
         """Changes with anything that changes the result; None (nothing is cached) if ``wrapped`` has none."""
         parts = [source_digest(), torch.__version__, *op_schemas(), repr(self.options)]
-        for present in _as_tuple(self.wrapped):
+        for present in as_tuple(self.wrapped):
             wrapped_uuid = present.uuid() if isinstance(present, CustomGraphPass) else None
             if not wrapped_uuid:
                 return None
@@ -95,7 +100,7 @@ class DsparkPasses(CustomGraphPass):
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _as_tuple(present: Any) -> tuple[Callable[[Graph], None], ...]:
+def as_tuple(present: Any) -> tuple[Callable[[Graph], None], ...]:
     if present is None:
         return ()
     return present if isinstance(present, tuple) else (present,)

@@ -38,12 +38,21 @@ class Site:
 
 @dataclass
 class Report:
-    """``sites`` in the order of graphs and passes; ``graphs`` is how many graphs the passes saw."""
+    """``sites`` in the order of graphs and passes; ``graphs`` is how many graphs the passes saw.
+
+    pass_names: the passes that were switched on.
+    """
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
     pass_names: tuple[str, ...] = ()
+
+    def add(self, other: "Report") -> None:
+        self.sites += other.sites
+        self.graphs += other.graphs
+        self.notes += [note for note in other.notes if note not in self.notes]
+        self.pass_names = other.pass_names
 
     def __str__(self) -> str:
         rows = [("pass", "outcome", "where", "launches saved", "reason")]
@@ -59,7 +68,7 @@ class Report:
                 )
             )
         found = {site.pass_name for site in self.sites}
-        for name in self.pass_names if self.graphs else ():
+        for name in self.pass_names:
             if name not in found:
                 rows.append((name, "no candidate", "", "0", ""))
         if len(rows) == 1:
@@ -94,10 +103,7 @@ def record(seen: Report) -> None:
     """Take in what the passes did to one graph."""
     collector = _collector.get()
     if collector is not None:
-        collector.sites += seen.sites
-        collector.graphs += seen.graphs
-        collector.notes += [note for note in seen.notes if note not in collector.notes]
-        collector.pass_names = seen.pass_names
+        collector.add(seen)
         return
     with _lock:
         _kept.append(seen)
@@ -117,11 +123,9 @@ def report() -> Report:
     """The sites of all graphs that were compiled with the passes in this process."""
     with _lock:
         kept = list(_kept)
-    total = Report(graphs=len(kept))
+    total = Report()
     for seen in kept:
-        total.sites += seen.sites
-        total.notes += [note for note in seen.notes if note not in total.notes]
-        total.pass_names = seen.pass_names
+        total.add(seen)
     if not kept:
         total.notes.append(
             "no pass ran: everything was served from a cache, or nothing was compiled with the passes"
