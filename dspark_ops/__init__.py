@@ -8,9 +8,9 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _NEEDED:
         f"dspark_ops needs torch {_NEEDED[0]}.{_NEEDED[1]} or newer, found {torch.__version__}"
     )
 
+from dspark_ops._version import VERSION as __version__  # noqa: E402
 from dspark_ops.gumbel_block_argmax import gumbel_block_argmax  # noqa: E402
 from dspark_ops.gumbel_combine import gumbel_combine  # noqa: E402
 from dspark_ops.gumbel_sample import gumbel_sample  # noqa: E402
-from dspark_ops._version import VERSION as __version__  # noqa: E402
 
 __all__ = ["__version__", "gumbel_block_argmax", "gumbel_combine", "gumbel_sample"]

@@ -1,8 +1,8 @@
 """How kernels are launched: on the tensors' device, and overlapped with the kernel before.
 
 With programmatic dependent launch (Hopper and newer) a kernel's start overlaps the end of the one
-before it; the kernel waits for its inputs itself (``gdc_wait``). H200, loop of 7 steps in graph replay:
-216.8 to 204.4 us at B = 1, 263.1 to 253.1 at B = 8 (tile 1024, 4 warps).
+before it; the kernel waits for its inputs itself (``gdc_wait``). H200, loop of 7 steps in graph
+replay: 216.8 to 204.4 us at B = 1, 263.1 to 253.1 at B = 8 (tile 1024, 4 warps).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ def _has_dependent_launch(device_index: int) -> bool:
 
 
 def launch_options(x: Tensor) -> dict[str, Any]:
-    """Keywords for a launch on the device of ``x``: LAUNCH_PDL, and the option that goes with it."""
+    """Keywords for a launch on the device of ``x``: LAUNCH_PDL and the option that goes with it."""
     if x.is_cuda and _has_dependent_launch(x.get_device()):
         return {"LAUNCH_PDL": True, "launch_pdl": True}
     return {"LAUNCH_PDL": False}

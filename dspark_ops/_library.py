@@ -1,8 +1,8 @@
 """Registration of the ``dspark`` ops: one ``Library.define`` and ``impl`` each.
 
-``define`` + ``impl`` cost about 4 us a call where ``custom_op`` costs 17 to 36. The ops are opaque, so
-that a pass can recognise them, and tagged ``needs_fixed_stride_order``: kernels take row strides, so
-Inductor may pad a row but must not transpose it.
+``define`` + ``impl`` cost about 4 us a call where ``custom_op`` costs 17 to 36. The ops are
+opaque, so that a pass can recognise them, and tagged ``needs_fixed_stride_order``: kernels take
+row strides, so Inductor may pad a row but must not transpose it.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def register(
 ) -> None:
     """Define ``dspark::<schema>`` with its CPU, GPU and fake implementations.
 
-    The variants of an op share their implementations, which get every argument by its name. Sampling
-    has no gradient: the Autograd key falls through, so outputs never require one.
+    The variants of an op share their implementations, which get every argument by its name.
+    Sampling has no gradient: the Autograd key falls through, so outputs never require one.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=_TAGS)
@@ -42,7 +42,8 @@ def register(
 
 
 def is_plain_gpu_call(x: Tensor) -> bool:
-    """Whether nothing would look at an op called on ``x``: no compiler, mode, transform or subclass.
+    """Whether nothing would look at an op called on ``x``: no compiler, mode, transform or
+    subclass.
 
     Such a call may go straight to the launcher: the dispatcher's way to a Python kernel and back
     costs 10 us for 14 arguments.

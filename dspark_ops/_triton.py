@@ -1,4 +1,4 @@
-"""Triton where it is installed; elsewhere a stand-in under which kernels are defined but not run."""
+"""Triton where installed; elsewhere a stand-in under which kernels are defined but not run."""
 
 from types import ModuleType
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 MISSING = ""
 triton: Any
 tl: Any
-tldevice: Any
 
 try:
     import triton

@@ -1,13 +1,15 @@
 """gumbel_block_argmax: the noised maximum of each vocabulary block, and the logits into the cache.
 
-    value[b, v]  = logits[b, v] / temperature[s] + gumbel(seeds[s], pos[b] + offset, v),  s = idx_mapping[b]
+    value[b, v] = logits[b, v] / temperature[s] + gumbel(seeds[s], pos[b] + offset, v)
+    where s = idx_mapping[b]
     block_max[b, k], block_argmax[b, k] = max and argmax of value[b, k * 1024 : (k + 1) * 1024]
     logits_cache[s, cache_col, :V] = logits[b]                       # before temperature
 
-logits [B, V] bf16 | f16 | f32; block_max [B, K] f32 (f64 with ``use_fp64``), block_argmax i64 [B, K] of
-global ids, K = ceil(V / 1024). Contract: ties go to the lowest id, the first NaN of a block wins it, a
-block of only -inf gives its first id, -0.0 equals 0.0. Greedy and inert rows (``rows.py``) have no
-noise and no division; inert rows write no cache. Noise does not depend on the batch (``noise.py``).
+logits [B, V] bf16 | f16 | f32; block_max [B, K] f32 (f64 with ``use_fp64``), block_argmax i64 [B,
+K] of global ids, K = ceil(V / 1024). Contract: ties go to the lowest id, the first NaN of a block
+wins it, a block of only -inf gives its first id, -0.0 equals 0.0. Greedy and inert rows
+(``rows.py``) have no noise and no division; inert rows write no cache. Noise does not depend on
+the batch (``noise.py``).
 
 Source: the Gumbel-max trick; the two-stage reduction follows vLLM 0.33's V2 sampler.
 """
@@ -20,58 +22,26 @@ from torch import Tensor
 from dspark_ops import _checks
 from dspark_ops._launch import on_device
 from dspark_ops._library import register
-from dspark_ops._triton import require_triton, tl, triton
-from dspark_ops.noise import (
-    DRAFT_POSITION_OFFSET,
-    TL_GUMBEL_HIGH_STREAM,
-    TL_GUMBEL_STREAM,
-    gumbel32,
-    gumbel64,
-    gumbel_ref,
-    hash_finish,
-    hash_prefix,
+from dspark_ops._sampler_call import (
+    CACHE_ARGS,
+    FLAG_ARGS,
+    SAMPLER_ARGS,
+    cache_arguments,
+    check_sampler,
+    columns_ref,
+    key_offset,
+    row_arguments,
+    write_cache_ref,
 )
+from dspark_ops._triton import require_triton, tl, triton
+from dspark_ops.noised import noised_logits_ref, noised_values
 from dspark_ops.ordered import argmax_first, ordered_key
-from dspark_ops.rows import Rows, load_row, rows_ref
+from dspark_ops.rows import load_row, rows_ref
 
 BLOCK_V = 1024  # part of the contract: K = ceil(V / BLOCK_V) for every batch and device
 
 
-def key_offset(pos_offset: int, is_drafting: bool) -> int:
-    """What is added to ``pos`` for the noise key, as the int32 with the same low word."""
-    offset = pos_offset + (DRAFT_POSITION_OFFSET if is_drafting else 0)
-    return (offset + 0x80000000 & 0xFFFFFFFF) - 0x80000000
-
-
 # 1 reference
-
-
-def columns_ref(cache_col: int, cache_cols: Tensor | None, idx_mapping: Tensor) -> Tensor:
-    """The cache column of each row, i64 [B]."""
-    if cache_cols is None:
-        return torch.full_like(idx_mapping, cache_col, dtype=torch.int64)
-    return cache_cols.long().expand(idx_mapping.shape)
-
-
-def write_cache_ref(logits_cache: Tensor, logits: Tensor, rows: Rows, cols: Tensor) -> None:
-    """Write each live row whose column exists; other entries keep their bits."""
-    written = rows.live & (cols >= 0) & (cols < logits_cache.shape[1])
-    window = logits_cache[..., : logits.shape[1]]
-    window[rows.slot[written], cols[written]] = logits[written]
-
-
-def noised_logits_ref(
-    logits: Tensor, rows: Rows, apply_temperature: bool, use_fp64: bool
-) -> Tensor:
-    """logits / temperature + noise, [B, V] f32 | f64; greedy rows are only upcast."""
-    value = logits.float()
-    if apply_temperature:
-        value = value / rows.temperature[:, None]  # 1 where not sampled: exact
-    if use_fp64:
-        value = value.double()
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel_ref(rows.seed[:, None], rows.pos[:, None], ids, use_fp64)
-    return torch.where(rows.sampled[:, None], value + noise, value)
 
 
 def gumbel_block_argmax_ref(
@@ -105,42 +75,6 @@ def gumbel_block_argmax_ref(
 
 
 # 2 kernel
-
-
-@triton.jit
-def over_temperature(x, temperature):
-    """f32 x / temperature, skipped at exactly 1."""
-    if temperature != 1.0:
-        x = x / temperature
-    return x
-
-
-@triton.jit
-def noised_values(
-    x,
-    offs_v,
-    sampled,
-    temperature,
-    seed,
-    pos,
-    APPLY_TEMPERATURE: tl.constexpr,
-    USE_FP64: tl.constexpr,
-):
-    """f32 tile ``x`` of a row to its noised values, f32 | f64."""
-    if USE_FP64:
-        value = x.to(tl.float64)
-    else:
-        value = x
-    if sampled:
-        if APPLY_TEMPERATURE:
-            x = over_temperature(x, temperature)
-        low = hash_finish(hash_prefix(seed, pos, TL_GUMBEL_STREAM), offs_v)
-        if USE_FP64:
-            high = hash_finish(hash_prefix(seed, pos, TL_GUMBEL_HIGH_STREAM), offs_v)
-            value = x.to(tl.float64) + gumbel64(high, low)
-        else:
-            value = x + gumbel32(low)
-    return value
 
 
 @triton.jit(
@@ -208,7 +142,7 @@ def _gumbel_block_argmax_kernel(
         logits.to(tl.float32), offs_v, sampled, temperature, seed, pos, APPLY_TEMPERATURE, USE_FP64
     )
     none = -0x8000000000000000 if USE_FP64 else -0x80000000
-    best_key, best_id = argmax_first(ordered_key(value), offs_v, mask_v, none)
+    _, best_id = argmax_first(ordered_key(value), offs_v, mask_v, none)
     is_best = offs_v == best_id
     # Exactly one lane is not zero, so the sum is that lane, NaN and infinities included.
     best = tl.sum(tl.where(is_best, value, 0.0), axis=0)
@@ -219,33 +153,20 @@ def _gumbel_block_argmax_kernel(
 # 3 launcher
 
 
-def check_sampler(
-    logits: Tensor, idx_mapping: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor
-) -> None:
-    """The arguments that every sampler has."""
-    _checks.check_logits(logits)
-    device = logits.device
-    _checks.check_row_ints("idx_mapping", idx_mapping, logits.shape[0], device)
-    _checks.check_row_ints("pos", pos, logits.shape[0], device)
-    _checks.check_request_state(temperature, seeds, device)
-
-
 def _check(
     logits: Tensor,
     idx_mapping: Tensor,
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
-    logits_cache: Tensor | None,
-    cache_col: int,
-    cache_cols: Tensor | None,
+    logits_cache: Tensor | None = None,
+    cache_col: int = 0,
+    cache_cols: Tensor | None = None,
+    **_flags: Any,
 ) -> None:
-    check_sampler(logits, idx_mapping, temperature, seeds, pos)
-    if logits_cache is not None:
-        num_rows, vocab = logits.shape
-        num_slots = temperature.shape[0]
-        _checks.check_cache(logits_cache, num_slots, vocab, logits.dtype, logits.device)
-        _checks.check_cache_col(cache_col, cache_cols, num_rows, logits.device)
+    _checks.check_logits(logits)
+    cache = (logits_cache, cache_col, cache_cols)
+    check_sampler(logits, idx_mapping, temperature, seeds, pos, *cache, logits.dtype)
 
 
 def _outputs(logits: Tensor, use_fp64: bool) -> tuple[Tensor, Tensor]:
@@ -313,14 +234,6 @@ def _gumbel_block_argmax_launch(
 
 # 4 op
 
-# No keyword-only arguments: the dispatcher takes 3.6 us for 14 positional ones, 6.4 us by keyword.
-SAMPLER_ARGS = "Tensor logits, Tensor idx_mapping, Tensor temperature, Tensor seeds, Tensor pos"
-CACHE_ARGS = ", Tensor(a!) logits_cache, SymInt cache_col, Tensor? cache_cols"
-FLAG_ARGS = (
-    ", SymInt pos_offset=0, bool is_drafting=False, bool apply_temperature=True"
-    ", bool use_fp64=False"
-)
-
 
 def gumbel_block_argmax(
     logits: Tensor,
@@ -345,7 +258,8 @@ def gumbel_block_argmax(
         seeds: i64 [S]. Equal (seed, pos, column) means equal noise, whatever the row.
         pos: int [B], any stride; position that keys the noise.
         logits_cache: [S, C, >= V] of the dtype of ``logits``, written in place at
-            ``[slot, cache_col, :V]`` with the logits before temperature. Must not overlap ``logits``.
+            ``[slot, cache_col, :V]`` with the logits before temperature. Must not overlap
+            ``logits``.
         cache_col: int >= 0, or int tensor, 0-d or [B]; comes together with ``logits_cache`` and
             enters the seed (``seed ^= col << 32``). A column >= C writes nothing.
         pos_offset: added to ``pos``.
@@ -359,103 +273,28 @@ def gumbel_block_argmax(
     Raises:
         TypeError, ValueError: metadata that does not fit; nothing has been written then.
     """
-    rows = check_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
-    flags = (pos_offset, is_drafting, apply_temperature, use_fp64)
-    if logits_cache is None and cache_col is None:
-        return torch.ops.dspark.gumbel_block_argmax.default(*rows, *flags)
+    rows = row_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
     cache = cache_arguments(logits_cache, cache_col)
-    return torch.ops.dspark.gumbel_block_argmax_cache.default(*rows, *cache, *flags)
-
-
-def check_arguments(
-    logits: Tensor,
-    idx_mapping: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    pos_offset: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Refuse what the dispatcher would refuse in words of its own; return the op's first arguments."""
-    if not (
-        isinstance(logits, Tensor)
-        and isinstance(idx_mapping, Tensor)
-        and isinstance(temperature, Tensor)
-        and isinstance(seeds, Tensor)
-        and isinstance(pos, Tensor)
-    ):
-        _checks.check_is_tensor("logits", logits)
-        _checks.check_is_tensor("idx_mapping", idx_mapping)
-        _checks.check_is_tensor("temperature", temperature)
-        _checks.check_is_tensor("seeds", seeds)
-        _checks.check_is_tensor("pos", pos)
-    _checks.check_is_int("pos_offset", pos_offset)
-    return logits, idx_mapping, temperature, seeds, pos
-
-
-def cache_arguments(
-    logits_cache: Tensor | None, cache_col: int | Tensor | None
-) -> tuple[Tensor, int, Tensor | None]:
-    """(logits_cache, cache_col, cache_cols) of an op; the two public arguments come together."""
-    if logits_cache is None:
-        raise ValueError(
-            f"logits_cache must be given with cache_col; got None and cache_col={cache_col!r}"
-        )
-    if cache_col is None:
-        raise ValueError("cache_col must be given with logits_cache: the column to write; got None")
-    _checks.check_is_tensor("logits_cache", logits_cache)
-    if isinstance(cache_col, Tensor):
-        return logits_cache, 0, cache_col
-    _checks.check_is_int("cache_col", cache_col)
-    return logits_cache, cache_col, None
+    flags = (pos_offset, is_drafting, apply_temperature, use_fp64)
+    if cache:
+        return torch.ops.dspark.gumbel_block_argmax_cache.default(*rows, *cache, *flags)
+    return torch.ops.dspark.gumbel_block_argmax.default(*rows, *flags)
 
 
 # 5 CPU
 
 
-def _cpu(
-    logits: Tensor,
-    idx_mapping: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    *,
-    logits_cache: Tensor | None = None,
-    cache_col: int = 0,
-    cache_cols: Tensor | None = None,
-    **flags: Any,
-) -> tuple[Tensor, Tensor]:
-    _check(logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
-    return gumbel_block_argmax_ref(
-        logits,
-        idx_mapping,
-        temperature,
-        seeds,
-        pos,
-        logits_cache=logits_cache,
-        cache_col=cache_col,
-        cache_cols=cache_cols,
-        **flags,
-    )
+def _cpu(**arguments: Any) -> tuple[Tensor, Tensor]:
+    _check(**arguments)
+    return gumbel_block_argmax_ref(**arguments)
 
 
 # 6 fake
 
 
-def _fake(
-    logits: Tensor,
-    idx_mapping: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    *,
-    logits_cache: Tensor | None = None,
-    cache_col: int = 0,
-    cache_cols: Tensor | None = None,
-    use_fp64: bool = False,
-    **flags: Any,
-) -> tuple[Tensor, Tensor]:
-    _check(logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
-    return _outputs(logits, use_fp64)
+def _fake(**arguments: Any) -> tuple[Tensor, Tensor]:
+    _check(**arguments)
+    return _outputs(arguments["logits"], arguments.get("use_fp64", False))
 
 
 for _name, _cache in (("gumbel_block_argmax", ""), ("gumbel_block_argmax_cache", CACHE_ARGS)):

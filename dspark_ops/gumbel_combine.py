@@ -2,8 +2,9 @@
 
     token[b] = block_argmax[b, argmax(block_max[b])]
 
-block_max [B, K] f32 | f64, block_argmax i64 [B, K], token i64 [B]. Contract: as ``torch.argmax``, the
-first NaN wins, else the first of equal maxima; -0.0 equals 0.0; a row of only -inf gives block 0's id.
+block_max [B, K] f32 | f64, block_argmax i64 [B, K], token i64 [B]. Contract: as ``torch.argmax``,
+the first NaN wins, else the first of equal maxima; -0.0 equals 0.0; a row of only -inf gives
+block 0's id.
 
 Source: the second stage of a two-stage reduction; compare vllm#57319 (4.43 to 1.55 us on an H100).
 """
@@ -181,7 +182,7 @@ register(
 def sample_inputs(
     device: torch.device | str,
 ) -> list[tuple[str, tuple[Tensor, ...], dict[str, object]]]:
-    """(op name, arguments, keywords): typical, f64 with strided rows, one block, B = 0, many blocks."""
+    """(op name, arguments, keywords): typical, f64 strided, one block, B = 0, many blocks."""
     generator = torch.Generator(device).manual_seed(2)
     samples: list[tuple[str, tuple[Tensor, ...], dict[str, object]]] = []
     for num_rows, num_blocks, dtype, pad in (

@@ -1,19 +1,14 @@
-"""gumbel_sample: add, round, cache, noise, maximum, draft column and next embedding, in two launches.
+"""gumbel_sample: add, round, cache, noise, maximum, draft column and next embedding, in two
+launches.
 
     sum[b, v] = round(logits[b, v] + bias[b, v])                      # as torch.add rounds it
     token[b]  = argmax_v(sum[b, v] / temperature[s] + gumbel(...)),   s = idx_mapping[b]
-    logits_cache[s, cache_col, :V] = sum[b];  draft_tokens[b] = token[b];  embedding[b] = weight[token[b]]
+    logits_cache[s, cache_col, :V] = sum[b]
+    draft_tokens[b] = token[b];  embedding[b] = weight[token[b]]
 
-Equal, bit for bit, to ``torch.add`` + ``gumbel_block_argmax`` + argmax + gather on the same device; see
-there for the contract. ``draft_tokens`` gets the id of every row, inert ones too. Bytes that must move:
-logits, bias and cache once each.
-
-Logarithms are the cost of a large batch, and only a value that can still win needs them. A program
-walks a chunk of a row tile by tile. Each lane keeps its token of the highest ``gumbel_bound`` and the
-second highest bound it met; noise is computed once, for the lanes' tokens. Rounding is monotonic and a
-bound is never below its noise, so a token left out is at most the second bound: if no lane's exceeds
-the best value, which it does about once in 300 chunks, the result is that of computing every value,
-otherwise every value is computed. So the result is exact for any input and chunk size.
+Equal, bit for bit, to ``torch.add`` + ``gumbel_block_argmax`` + argmax + gather on the same
+device; see there for the contract. ``draft_tokens`` gets the id of every row, inert ones too.
+Bytes that must move: logits, bias and cache once each.
 """
 
 from typing import Any, NamedTuple
@@ -24,33 +19,25 @@ from torch import Tensor
 from dspark_ops import _checks
 from dspark_ops._launch import launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
-from dspark_ops._triton import require_triton, tl, triton
-from dspark_ops.gumbel_block_argmax import (
+from dspark_ops._sampler_call import (
     CACHE_ARGS,
     FLAG_ARGS,
     SAMPLER_ARGS,
     cache_arguments,
-    check_arguments,
     check_sampler,
     columns_ref,
     key_offset,
-    noised_logits_ref,
-    noised_values,
-    over_temperature,
+    row_arguments,
     write_cache_ref,
 )
+from dspark_ops._triton import require_triton, tl
 from dspark_ops.gumbel_block_argmax import sample_inputs as block_sample_inputs
-from dspark_ops.gumbel_combine import combine_row
-from dspark_ops.noise import (
-    TL_GUMBEL_HIGH_STREAM,
-    TL_GUMBEL_STREAM,
-    gumbel_bound,
-    hash_finish,
-    hash_prefix,
+from dspark_ops.gumbel_sample_kernel import (
+    _gumbel_sample_finish_kernel,
+    _gumbel_sample_kernel,
 )
-from dspark_ops.ordered import argmax_first, max_packed, ordered_key, pack_key, unpack_id
-from dspark_ops.rounding import round_to
-from dspark_ops.rows import load_row, rows_ref
+from dspark_ops.noised import noised_logits_ref
+from dspark_ops.rows import rows_ref
 
 # 1 reference
 
@@ -85,216 +72,13 @@ def gumbel_sample_ref(
     return token
 
 
-# 2 kernel
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_slots",
-        "num_cols",
-        "num_chunks",
-        "tiles_per_chunk",
-        "num_partials",
-    ]
-    + ["col", "offset", "stride_idx_b", "stride_pos_b", "stride_col_b"],
-    do_not_specialize_on_alignment=["idx_mapping_ptr", "temperature_ptr", "seeds_ptr"]
-    + ["pos_ptr", "col_ptr", "partial_ptr"],
-)
-def _gumbel_sample_kernel(
-    partial_ptr,
-    logits_ptr,
-    bias_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    pos_ptr,
-    cache_ptr,
-    col_ptr,
-    V,
-    num_slots,
-    num_cols,
-    num_chunks,
-    tiles_per_chunk,
-    num_partials,
-    col,
-    offset,
-    stride_logits_b,
-    stride_bias_b,
-    stride_idx_b,
-    stride_pos_b,
-    stride_col_b,
-    stride_cache_s,
-    stride_cache_c,
-    SUM_DTYPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-    HAS_COL_PTR: tl.constexpr,
-    APPLY_TEMPERATURE: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
-    TILE_V: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)  # one axis: the others end at 65535
-    row = program // num_chunks
-    first_tile = (program % num_chunks).to(tl.int32) * tiles_per_chunk
-    logits_row = logits_ptr + row * stride_logits_b
-    bias_row = bias_ptr + row * stride_bias_b
-    offs_v = first_tile * TILE_V + tl.arange(0, TILE_V)
-    mask_v = offs_v < V
-    if LAUNCH_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    # A tile is loaded while the one before it, or the row's state, is worked on.
-    next_x = tl.load(logits_row + offs_v, mask=mask_v, other=float("-inf"))
-    next_bias = 0.0
-    if HAS_BIAS:
-        next_bias = tl.load(bias_row + offs_v, mask=mask_v, other=0.0)
-    slot, live, sampled, temperature, seed, pos, column = load_row(
-        row,
-        idx_mapping_ptr,
-        temperature_ptr,
-        seeds_ptr,
-        pos_ptr,
-        col_ptr,
-        num_slots,
-        col,
-        offset,
-        stride_idx_b,
-        stride_pos_b,
-        stride_col_b,
-        HAS_COL_PTR,
-    )
-    written = live
-    cache_row = cache_ptr
-    if HAS_CACHE:
-        written = live & (column >= 0) & (column < num_cols)
-        cache_row = cache_ptr + slot * stride_cache_s + column * stride_cache_c
-        seed ^= column << 32
-    # The bound needs one hash: the noise's own in fp32, the complement of the high word in fp64.
-    bound_prefix = hash_prefix(seed, pos, TL_GUMBEL_HIGH_STREAM if USE_FP64 else TL_GUMBEL_STREAM)
-
-    lane_id = offs_v
-    lane_x = tl.full((TILE_V,), float("-inf"), tl.float32)
-    lane_bound = lane_x
-    lane_second = lane_x
-    last_tile = first_tile + tiles_per_chunk - 1
-    for tile in range(first_tile, last_tile + 1):
-        offs_v = tile * TILE_V + tl.arange(0, TILE_V)
-        mask_v = offs_v < V
-        x = next_x
-        bias = next_bias
-        offs_next = offs_v + TILE_V
-        mask_next = (offs_next < V) & (tile < last_tile)
-        next_x = tl.load(logits_row + offs_next, mask=mask_next, other=float("-inf"))
-        if HAS_BIAS:
-            next_bias = tl.load(bias_row + offs_next, mask=mask_next, other=0.0)
-            x = round_to(x.to(tl.float32) + bias.to(tl.float32), SUM_DTYPE)
-        if HAS_CACHE:
-            tl.store(cache_row + offs_v, x, mask=mask_v & written)
-        x = x.to(tl.float32)
-        if tiles_per_chunk == 1:
-            lane_x = x
-        else:
-            bound = x
-            if sampled:
-                if APPLY_TEMPERATURE:
-                    bound = over_temperature(x, temperature)
-                r = hash_finish(bound_prefix, offs_v)
-                bound += gumbel_bound(r ^ 0xFFFFFFFF if USE_FP64 else r)
-            bound = tl.where(bound == bound, bound, float("inf"))  # NaN wins
-            lane_second = tl.maximum(lane_second, tl.minimum(bound, lane_bound))
-            higher = bound > lane_bound
-            lane_bound = tl.where(higher, bound, lane_bound)
-            lane_x = tl.where(higher, x, lane_x)
-            lane_id = tl.where(higher, offs_v, lane_id)
-
-    none = -0x8000000000000000 if USE_FP64 else -0x80000000
-    value = noised_values(
-        lane_x, lane_id, sampled, temperature, seed, pos, APPLY_TEMPERATURE, USE_FP64
-    )
-    best_key, best_id = argmax_first(ordered_key(value), lane_id, lane_id < V, none)
-
-    # Of a greedy row the bounds are the values: only NaN beside inf in one lane is undecided.
-    second = tl.max(lane_second, axis=0)
-    undecided = second == float("inf")
-    if sampled & (second > float("-inf")):
-        best = tl.sum(tl.where(lane_id == best_id, value, 0.0), axis=0)  # one lane is not zero
-        # In fp64 the bound is a sum rounded to f32: it may lie half an ulp too low.
-        undecided |= not (second + tl.abs(second) * 1.1920928955078125e-07 < best)
-    if undecided:
-        for tile in range(first_tile, last_tile + 1):
-            offs_v = tile * TILE_V + tl.arange(0, TILE_V)
-            mask_v = offs_v < V
-            x = tl.load(logits_row + offs_v, mask=mask_v, other=float("-inf"))
-            if HAS_BIAS:
-                bias = tl.load(bias_row + offs_v, mask=mask_v, other=0.0)
-                x = round_to(x.to(tl.float32) + bias.to(tl.float32), SUM_DTYPE)
-            value = noised_values(
-                x.to(tl.float32),
-                offs_v,
-                sampled,
-                temperature,
-                seed,
-                pos,
-                APPLY_TEMPERATURE,
-                USE_FP64,
-            )
-            key, key_id = argmax_first(ordered_key(value), offs_v, mask_v, none)
-            if (key > best_key) | ((key == best_key) & (key_id < best_id)):
-                best_key = key
-                best_id = key_id
-    if USE_FP64:
-        tl.store(partial_ptr + program, best_key)
-        tl.store(partial_ptr + num_partials + program, best_id.to(tl.int64))
-    else:
-        tl.store(partial_ptr + program, pack_key(best_key, best_id))
-
-
-@triton.jit(
-    do_not_specialize=["num_chunks", "num_partials", "stride_draft_b"],
-    do_not_specialize_on_alignment=["token_ptr", "draft_ptr", "partial_ptr"],
-)
-def _gumbel_sample_finish_kernel(
-    token_ptr,
-    draft_ptr,
-    embedding_ptr,
-    partial_ptr,
-    weight_ptr,
-    num_chunks,
-    num_partials,
-    R,
-    stride_draft_b,
-    stride_weight_v,
-    HAS_DRAFT: tl.constexpr,
-    HAS_EMBED: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    keys = partial_ptr + row * num_chunks
-    if LAUNCH_PDL:
-        tl.extra.cuda.gdc_wait()
-    if USE_FP64:
-        token = combine_row(keys, keys + num_partials, num_chunks, BLOCK_K)
-    else:
-        token = unpack_id(max_packed(keys, num_chunks, BLOCK_K)).to(tl.int64)
-    if HAS_EMBED:
-        for start in range(0, R, BLOCK_R):
-            offs_r = start + tl.arange(0, BLOCK_R)
-            mask_r = offs_r < R
-            weight = tl.load(weight_ptr + token * stride_weight_v + offs_r, mask=mask_r, other=0.0)
-            tl.store(embedding_ptr + row * R + offs_r, weight, mask=mask_r)
-    tl.store(token_ptr + row, token)
-    if HAS_DRAFT:
-        tl.store(draft_ptr + row * stride_draft_b, token.to(draft_ptr.dtype.element_ty))
-
+# 2 kernel: gumbel_sample_kernel.py
 
 # 3 launcher
 
-# One tile for every batch, so that a new batch size compiles nothing; how many tiles a program walks
-# is a run-time argument. H200, V 151936, bf16, loop of 7 steps in graph replay, us, by tiles a chunk:
+# One tile for every batch, so that a new batch size compiles nothing; how many tiles a program
+# walks is a run-time argument. H200, V 151936, bf16, loop of 7 steps in graph replay, us, by tiles
+# a chunk:
 #   B   1:  1: 203
 #   B   8:  1: 261   3: 243   4: 243   5: 241   8: 243  12: 247  24: 287
 #   B  32:  1: 429   4: 347   8: 332  12: 338  16: 333  20: 330  24: 346
@@ -322,23 +106,22 @@ def _check(
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
-    bias: Tensor | None,
-    logits_cache: Tensor | None,
-    cache_col: int,
-    cache_cols: Tensor | None,
-    draft_tokens: Tensor | None,
-    embed_weight: Tensor | None,
+    logits_cache: Tensor | None = None,
+    cache_col: int = 0,
+    cache_cols: Tensor | None = None,
+    draft_tokens: Tensor | None = None,
+    embed_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_flags: Any,
 ) -> torch.dtype:
     """Raise for metadata that does not fit; return the dtype of the sum."""
-    check_sampler(logits, idx_mapping, temperature, seeds, pos)
+    _checks.check_logits(logits)
     num_rows, vocab = logits.shape
     device = logits.device
     dtype = logits.dtype
     if bias is not None:
-        if bias.dtype not in _checks.LOGITS_DTYPES:
-            _checks.check_dtype("bias", bias, _checks.LOGITS_DTYPES)
-        if bias.dtype != dtype:
-            dtype = torch.promote_types(dtype, bias.dtype)
+        _checks.check_dtype("bias", bias, _checks.LOGITS_DTYPES)
+        dtype = torch.promote_types(dtype, bias.dtype)
         if (
             bias.dim() not in (1, 2)
             or bias.shape[-1] != vocab
@@ -348,13 +131,10 @@ def _check(
                 f"bias must have shape [B, V], [1, V] or [V] with [B, V] = [{num_rows}, {vocab}]; "
                 f"got {tuple(bias.shape)}"
             )
-        if bias.device != device:
-            _checks.check_device("bias", bias, device)
-        if bias.stride(-1) != 1 and vocab > 1:
-            _checks.check_last_stride("bias", bias)
-    if logits_cache is not None:
-        _checks.check_cache(logits_cache, temperature.shape[0], vocab, dtype, device)
-        _checks.check_cache_col(cache_col, cache_cols, num_rows, device)
+        _checks.check_device("bias", bias, device)
+        _checks.check_last_stride("bias", bias)
+    cache = (logits_cache, cache_col, cache_cols)
+    check_sampler(logits, idx_mapping, temperature, seeds, pos, *cache, dtype)
     if draft_tokens is not None:
         _checks.check_row_ints("draft_tokens", draft_tokens, num_rows, device)
     if embed_weight is not None:
@@ -383,11 +163,11 @@ def _make_plan(
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
-    bias: Tensor | None,
     logits_cache: Tensor | None,
     cache_cols: Tensor | None,
     draft_tokens: Tensor | None,
     embed_weight: Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
 ) -> _Plan:
     num_rows, vocab = logits.shape
@@ -441,14 +221,11 @@ def _make_plan(
     return _Plan(num_chunks, num_partials, sampler, finish)
 
 
-# Checks and strides cost more host time than the rest of a call (9 of 18 us), so a call whose metadata
-# was seen before skips them. Cleared when full: a server meets a few hundred batch shapes.
+# Checks and strides cost more host time than the rest of a call (9 of 18 us), so a call whose
+# metadata was seen before skips them. Cleared when full: a server meets a few hundred batch
+# shapes.
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _MAX_PLANS = 4096
-
-
-def _metadata(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.get_device())
 
 
 def _gumbel_sample_launch(
@@ -468,28 +245,39 @@ def _gumbel_sample_launch(
     apply_temperature: bool = True,
     use_fp64: bool = False,
 ) -> Any:
-    key = (
-        _metadata(logits),
-        _metadata(idx_mapping),
-        _metadata(temperature),
-        _metadata(seeds),
-        _metadata(pos),
-        _metadata(bias),
-        _metadata(logits_cache),
-        _metadata(cache_cols),
-        _metadata(draft_tokens),
-        _metadata(embed_weight),
+    # Written out: a call of a helper for each tensor costs as much as what it reads.
+    # fmt: off
+    key: tuple[Any, ...] = (
+        logits.dtype, logits.shape, logits.stride(), logits.get_device(),
+        idx_mapping.dtype, idx_mapping.shape, idx_mapping.stride(), idx_mapping.get_device(),
+        temperature.dtype, temperature.shape, temperature.stride(), temperature.get_device(),
+        seeds.dtype, seeds.shape, seeds.stride(), seeds.get_device(),
+        pos.dtype, pos.shape, pos.stride(), pos.get_device(),
+        None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
+        None if logits_cache is None else (
+            logits_cache.dtype, logits_cache.shape, logits_cache.stride(), logits_cache.get_device()
+        ),
+        None if cache_cols is None else (
+            cache_cols.dtype, cache_cols.shape, cache_cols.stride(), cache_cols.get_device()
+        ),
+        None if draft_tokens is None else (
+            draft_tokens.dtype, draft_tokens.shape, draft_tokens.stride(), draft_tokens.get_device()
+        ),
+        None if embed_weight is None else (
+            embed_weight.dtype, embed_weight.shape, embed_weight.stride(), embed_weight.get_device()
+        ),
         cache_col < 0,
     )
+    # fmt: on
     plan = _plans.get(key)
     if plan is None:
         require_triton("gumbel_sample")
-        arguments = (logits, idx_mapping, temperature, seeds, pos, bias, logits_cache)
-        options = (draft_tokens, embed_weight)
-        dtype = _check(*arguments, cache_col, cache_cols, *options)
+        rows = (logits, idx_mapping, temperature, seeds, pos)
+        options = (draft_tokens, embed_weight, bias)
+        dtype = _check(*rows, logits_cache, cache_col, cache_cols, *options)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = _make_plan(*arguments, cache_cols, *options, dtype)
+        plan = _plans[key] = _make_plan(*rows, logits_cache, cache_cols, *options, dtype)
 
     num_rows = logits.shape[0]
     token = seeds.new_empty(num_rows)
@@ -549,10 +337,10 @@ def gumbel_sample(
     """Sample a token a row from ``softmax((logits + bias) / temperature)`` by the Gumbel-max trick.
 
     Args:
-        logits: [B, V] bf16, f16 or f32; rows may be strided, columns contiguous.
-        idx_mapping, temperature, seeds, pos: as in ``gumbel_block_argmax``.
-        bias: [B, V], [1, V] or [V] bf16, f16 or f32, added and rounded as ``torch.add`` does.
-        logits_cache: [S, C, >= V] of the dtype of the sum, which is written to it before temperature.
+        logits: [B, V] bf16, f16 or f32; rows may be strided, columns contiguous. idx_mapping,
+        temperature, seeds, pos: as in ``gumbel_block_argmax``. bias: [B, V], [1, V] or [V] bf16,
+        f16 or f32, added and rounded as ``torch.add`` does. logits_cache: [S, C, >= V] of the
+        dtype of the sum, which is written to it before temperature.
             Must not overlap ``logits`` or ``bias``.
         cache_col, pos_offset, is_drafting, apply_temperature, use_fp64: as there.
         draft_tokens: int [B], any stride, written in place with the id of every row.
@@ -563,81 +351,37 @@ def gumbel_sample(
     Raises:
         TypeError, ValueError: metadata that does not fit; nothing has been written then.
     """
-    rows = check_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
+    rows = row_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
+    cache = cache_arguments(logits_cache, cache_col)
     if bias is not None:
         _checks.check_is_tensor("bias", bias)
     if draft_tokens is not None:
         _checks.check_is_tensor("draft_tokens", draft_tokens)
     flags = (bias, pos_offset, is_drafting, apply_temperature, use_fp64)
-    cache: tuple[Any, ...] = ()
-    if logits_cache is not None or cache_col is not None:
-        cache = cache_arguments(logits_cache, cache_col)
     if is_plain_gpu_call(logits):
         return _gumbel_sample_launch(*rows, *(cache or (None, 0, None)), draft_tokens, None, *flags)
+    ops = torch.ops.dspark
     if draft_tokens is None:
-        op = torch.ops.dspark.gumbel_sample_cache if cache else torch.ops.dspark.gumbel_sample
+        op = ops.gumbel_sample_cache if cache else ops.gumbel_sample
         return op.default(*rows, *cache, *flags)
-    if cache:
-        op = torch.ops.dspark.gumbel_sample_cache_draft
-    else:
-        op = torch.ops.dspark.gumbel_sample_draft
+    op = ops.gumbel_sample_cache_draft if cache else ops.gumbel_sample_draft
     return op.default(*rows, *cache, draft_tokens, *flags)
 
 
 # 5 CPU
 
 
-def _cpu(
-    logits: Tensor,
-    idx_mapping: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logits_cache: Tensor | None = None,
-    cache_col: int = 0,
-    cache_cols: Tensor | None = None,
-    draft_tokens: Tensor | None = None,
-    embed_weight: Tensor | None = None,
-    **flags: Any,
-) -> Any:
-    arguments = (logits, idx_mapping, temperature, seeds, pos)
-    cache = (logits_cache, cache_col, cache_cols)
-    _check(*arguments, bias, *cache, draft_tokens, embed_weight)
-    token = gumbel_sample_ref(
-        *arguments,
-        bias=bias,
-        logits_cache=logits_cache,
-        cache_col=cache_col,
-        cache_cols=cache_cols,
-        draft_tokens=draft_tokens,
-        **flags,
-    )
+def _cpu(embed_weight: Tensor | None = None, **arguments: Any) -> Any:
+    _check(embed_weight=embed_weight, **arguments)
+    token = gumbel_sample_ref(**arguments)
     return token if embed_weight is None else (token, embed_weight[token])
 
 
 # 6 fake
 
 
-def _fake(
-    logits: Tensor,
-    idx_mapping: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logits_cache: Tensor | None = None,
-    cache_col: int = 0,
-    cache_cols: Tensor | None = None,
-    draft_tokens: Tensor | None = None,
-    embed_weight: Tensor | None = None,
-    **flags: Any,
-) -> Any:
-    arguments = (logits, idx_mapping, temperature, seeds, pos)
-    cache = (logits_cache, cache_col, cache_cols)
-    _check(*arguments, bias, *cache, draft_tokens, embed_weight)
+def _fake(logits: Tensor, embed_weight: Tensor | None = None, **arguments: Any) -> Any:
+    _check(logits, embed_weight=embed_weight, **arguments)
     token = logits.new_empty(logits.shape[0], dtype=torch.int64)
     if embed_weight is None:
         return token

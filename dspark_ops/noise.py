@@ -66,7 +66,8 @@ def gumbel_ref(seed: Tensor, pos: Tensor, ids: Tensor, use_fp64: bool) -> Tensor
     series = torch.full_like(u, 1 / 8)
     for k in range(7, 0, -1):
         series = series * u + 1 / k
-    # -log(1 - u): the series keeps its leading digits where u is small, that is where noise is large.
+    # -log(1 - u): the series keeps its leading digits where u is small, that is where noise is
+    # large.
     rate = torch.where(u < 0.25, u * series, -torch.log((1 - u).clamp(min=2.0**-24)))
     return -torch.log(rate)
 
@@ -146,11 +147,12 @@ def gumbel64(high, low):
 def gumbel_bound(r):
     """fp32 upper bound of the noise, at four instructions: hash for fp32, ~high for fp64.
 
-    ``-log(1 - u) >= u`` gives ``noise <= -log u`` (fp64: ``-log u >= 1 - u``, hence the complement).
-    ``u >= r * 2^-32``, and the bits of a float read as an integer are piecewise linear in its
-    logarithm and never above it, so ``-log u <= -ln2 * (bits(float(r)) * 2^-23 - 127 - 32)``. The
-    3e-5 covers the roundings: conversion (5e-6), product and constant (4e-6 each), logarithm (3e-6).
-    Checked against the computed noise of all 2^32 hashes on a GPU (tests/gpu/test_noise.py).
+    ``-log(1 - u) >= u`` gives ``noise <= -log u`` (fp64: ``-log u >= 1 - u``, hence the
+    complement). ``u >= r * 2^-32``, and the bits of a float read as an integer are piecewise
+    linear in its logarithm and never above it, so ``-log u <= -ln2 * (bits(float(r)) * 2^-23 -
+    127 - 32)``. The 3e-5 covers the roundings: conversion (5e-6), product and constant (4e-6
+    each), logarithm (3e-6). Checked against the computed noise of all 2^32 hashes on a GPU
+    (tests/gpu/test_noise.py).
     """
     bits = r.to(tl.float32).to(tl.int32, bitcast=True)
     return bits.to(tl.float32) * -8.262958294867817e-08 + 110.21043  # -ln2 * 2^-23; 159 ln2 + 3e-5

@@ -73,7 +73,7 @@ def load_row(
     stride_col_b,
     HAS_COL_PTR: tl.constexpr,
 ):
-    """(slot i64, live, sampled, temperature f32, seed i64, pos i64, column i64) of int64 ``row``."""
+    """(slot i64, live, sampled, temperature f32, seed, pos, column i64) of int64 ``row``."""
     slot = tl.load(idx_mapping_ptr + row * stride_idx_b).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
     temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)

@@ -1,4 +1,4 @@
-"""Times of GPU work: medians of CUDA-graph replays, kernels by the profiler, host time by the clock."""
+"""Times of GPU work: medians of graph replays, kernels by the profiler, host time by the clock."""
 
 import statistics
 import time
@@ -23,11 +23,14 @@ def capture(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_us(fn: Callable[[], Any], replays: int = 100) -> float:
+def replay_us(fn: Callable[[], Any], replays: int = 200) -> float:
     """Median time of one graph replay of ``fn``, in microseconds."""
     graph = capture(fn)
-    for _ in range(5):
+    # The clocks fall while the host compiles: replay until they are up again.
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.2:
         graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -40,7 +43,10 @@ def replay_us(fn: Callable[[], Any], replays: int = 100) -> float:
 
 
 def kernels(fn: Callable[[], Any]) -> list[str]:
-    """Names of the kernels of one call of ``fn``, memsets and copies aside."""
+    """Names of the kernels of one call of ``fn``, memsets and copies aside.
+
+    Launches stay slower after a profiler has run in the process: time first.
+    """
     fn()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -55,7 +61,7 @@ def kernels(fn: Callable[[], Any]) -> list[str]:
 
 
 def host_us(fn: Callable[[], Any], calls: int = 300, rounds: int = 9) -> float:
-    """Best mean host time of ``calls`` calls in a row, in microseconds; the GPU is idle before each."""
+    """Best mean host time of ``calls`` calls in a row, in us; the GPU is idle before each round."""
     for _ in range(20):
         fn()
     best = float("inf")
@@ -70,6 +76,6 @@ def host_us(fn: Callable[[], Any], calls: int = 300, rounds: int = 9) -> float:
 
 def copy_bytes_per_us(num_bytes: int = 1 << 32) -> float:
     """Bytes read and written by a device-to-device copy, per microsecond."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(num_bytes // 4, dtype=torch.float32, device="cuda").normal_()
     target: Tensor = torch.empty_like(source)
     return 2 * num_bytes / replay_us(lambda: target.copy_(source), replays=20)

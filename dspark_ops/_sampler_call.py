@@ -1,0 +1,102 @@
+"""What every sampler's call has: its arguments in a schema, their checks, the key's offset."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark_ops import _checks
+from dspark_ops.noise import DRAFT_POSITION_OFFSET
+from dspark_ops.rows import Rows
+
+# No keyword-only arguments: the dispatcher takes 3.6 us for 14 positional ones, 6.4 us by keyword.
+SAMPLER_ARGS = "Tensor logits, Tensor idx_mapping, Tensor temperature, Tensor seeds, Tensor pos"
+CACHE_ARGS = ", Tensor(a!) logits_cache, SymInt cache_col, Tensor? cache_cols"
+FLAG_ARGS = (
+    ", SymInt pos_offset=0, bool is_drafting=False, bool apply_temperature=True"
+    ", bool use_fp64=False"
+)
+
+
+def key_offset(pos_offset: int, is_drafting: bool) -> int:
+    """What is added to ``pos`` for the noise key, as the int32 with the same low word."""
+    offset = pos_offset + (DRAFT_POSITION_OFFSET if is_drafting else 0)
+    return (offset + 0x80000000 & 0xFFFFFFFF) - 0x80000000
+
+
+def columns_ref(cache_col: int, cache_cols: Tensor | None, idx_mapping: Tensor) -> Tensor:
+    """The cache column of each row, i64 [B]."""
+    if cache_cols is None:
+        return torch.full_like(idx_mapping, cache_col, dtype=torch.int64)
+    return cache_cols.long().expand(idx_mapping.shape)
+
+
+def write_cache_ref(logits_cache: Tensor, logits: Tensor, rows: Rows, cols: Tensor) -> None:
+    """Write each live row whose column exists; other entries keep their bits."""
+    written = rows.live & (cols >= 0) & (cols < logits_cache.shape[1])
+    window = logits_cache[..., : logits.shape[1]]
+    window[rows.slot[written], cols[written]] = logits[written]
+
+
+def check_sampler(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    logits_cache: Tensor | None,
+    cache_col: int,
+    cache_cols: Tensor | None,
+    sampled_dtype: torch.dtype,
+) -> None:
+    """Metadata of the arguments that every sampler has; ``sampled_dtype`` is what is cached."""
+    device = logits.device
+    num_rows, vocab = logits.shape
+    _checks.check_row_ints("idx_mapping", idx_mapping, num_rows, device)
+    _checks.check_row_ints("pos", pos, num_rows, device)
+    _checks.check_request_state(temperature, seeds, device)
+    if logits_cache is not None:
+        _checks.check_cache(logits_cache, temperature.shape[0], vocab, sampled_dtype, device)
+        _checks.check_cache_col(cache_col, cache_cols, num_rows, device)
+
+
+def row_arguments(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    pos_offset: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """An op's first arguments; refuses what the dispatcher would refuse in words of its own."""
+    if not (
+        isinstance(logits, Tensor)
+        and isinstance(idx_mapping, Tensor)
+        and isinstance(temperature, Tensor)
+        and isinstance(seeds, Tensor)
+        and isinstance(pos, Tensor)
+    ):
+        _checks.check_is_tensor("logits", logits)
+        _checks.check_is_tensor("idx_mapping", idx_mapping)
+        _checks.check_is_tensor("temperature", temperature)
+        _checks.check_is_tensor("seeds", seeds)
+        _checks.check_is_tensor("pos", pos)
+    _checks.check_is_int("pos_offset", pos_offset)
+    return logits, idx_mapping, temperature, seeds, pos
+
+
+def cache_arguments(logits_cache: Tensor | None, cache_col: int | Tensor | None) -> tuple[Any, ...]:
+    """(logits_cache, cache_col, cache_cols) of an op, () if there is no cache."""
+    if logits_cache is None and cache_col is None:
+        return ()
+    if logits_cache is None:
+        raise ValueError(
+            f"logits_cache must be given with cache_col; got None and cache_col={cache_col!r}"
+        )
+    if cache_col is None:
+        raise ValueError("cache_col must be given with logits_cache: the column to write; got None")
+    _checks.check_is_tensor("logits_cache", logits_cache)
+    if isinstance(cache_col, Tensor):
+        return logits_cache, 0, cache_col
+    _checks.check_is_int("cache_col", cache_col)
+    return logits_cache, cache_col, None
