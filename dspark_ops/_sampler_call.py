@@ -1,13 +1,11 @@
 """What every sampler's call has: its arguments in a schema, their checks, the key's offset."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
 from dspark_ops.noise import DRAFT_POSITION_OFFSET
-from dspark_ops.rows import Rows
+from dspark_ops.rows import Rows, rows_ref
 
 # No keyword-only arguments: the dispatcher takes 3.6 us for 14 positional ones, 6.4 us by keyword.
 SAMPLER_ARGS = "Tensor logits, Tensor idx_mapping, Tensor temperature, Tensor seeds, Tensor pos"
@@ -24,18 +22,29 @@ def key_offset(pos_offset: int, is_drafting: bool) -> int:
     return (offset + 0x80000000 & 0xFFFFFFFF) - 0x80000000
 
 
-def columns_ref(cache_col: int, cache_cols: Tensor | None, idx_mapping: Tensor) -> Tensor:
-    """The cache column of each row, i64 [B]."""
+def rows_and_cache_ref(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    pos: Tensor,
+    logits_cache: Tensor | None,
+    cache_col: int,
+    cache_cols: Tensor | None,
+    key_offset: int,
+) -> Rows:
+    """The rows' state, and ``logits`` in the cache at each live row whose column exists."""
+    if logits_cache is None:
+        return rows_ref(idx_mapping, temperature, seeds, pos, key_offset, None)
     if cache_cols is None:
-        return torch.full_like(idx_mapping, cache_col, dtype=torch.int64)
-    return cache_cols.long().expand(idx_mapping.shape)
-
-
-def write_cache_ref(logits_cache: Tensor, logits: Tensor, rows: Rows, cols: Tensor) -> None:
-    """Write each live row whose column exists; other entries keep their bits."""
+        cols = torch.full_like(idx_mapping, cache_col, dtype=torch.int64)
+    else:
+        cols = cache_cols.long().expand(idx_mapping.shape)
+    rows = rows_ref(idx_mapping, temperature, seeds, pos, key_offset, cols)
     written = rows.live & (cols >= 0) & (cols < logits_cache.shape[1])
     window = logits_cache[..., : logits.shape[1]]
     window[rows.slot[written], cols[written]] = logits[written]
+    return rows
 
 
 def check_sampler(
@@ -85,7 +94,9 @@ def row_arguments(
     return logits, idx_mapping, temperature, seeds, pos
 
 
-def cache_arguments(logits_cache: Tensor | None, cache_col: int | Tensor | None) -> tuple[Any, ...]:
+def cache_arguments(
+    logits_cache: Tensor | None, cache_col: int | Tensor | None
+) -> tuple[()] | tuple[Tensor, int, Tensor | None]:
     """(logits_cache, cache_col, cache_cols) of an op, () if there is no cache."""
     if logits_cache is None and cache_col is None:
         return ()

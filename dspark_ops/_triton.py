@@ -4,8 +4,6 @@ from types import ModuleType
 from typing import Any
 
 MISSING = ""
-triton: Any
-tl: Any
 
 try:
     import triton
@@ -30,7 +28,7 @@ except ImportError as error:
             return args[0] if args and callable(args[0]) else self
 
     triton = _Absent("triton")
-    tl = _Absent("triton.language")
+    tl = _Absent("triton.language")  # type: ignore[misc]
 
 
 def require_triton(op: str) -> None:

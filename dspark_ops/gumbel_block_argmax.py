@@ -28,15 +28,14 @@ from dspark_ops._sampler_call import (
     SAMPLER_ARGS,
     cache_arguments,
     check_sampler,
-    columns_ref,
     key_offset,
     row_arguments,
-    write_cache_ref,
+    rows_and_cache_ref,
 )
 from dspark_ops._triton import require_triton, tl, triton
 from dspark_ops.noised import noised_logits_ref, noised_values
 from dspark_ops.ordered import argmax_first, ordered_key
-from dspark_ops.rows import load_row, rows_ref
+from dspark_ops.rows import load_row
 
 BLOCK_V = 1024  # part of the contract: K = ceil(V / BLOCK_V) for every batch and device
 
@@ -59,11 +58,8 @@ def gumbel_block_argmax_ref(
     apply_temperature: bool = True,
     use_fp64: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    cols = None if logits_cache is None else columns_ref(cache_col, cache_cols, idx_mapping)
-    offset = key_offset(pos_offset, is_drafting)
-    rows = rows_ref(idx_mapping, temperature, seeds, pos, offset, cols)
-    if logits_cache is not None:
-        write_cache_ref(logits_cache, logits, rows, cols)
+    arguments = (logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
+    rows = rows_and_cache_ref(*arguments, key_offset(pos_offset, is_drafting))
     value = noised_logits_ref(logits, rows, apply_temperature, use_fp64)
     maxima, ids = [], []
     for start in range(0, logits.shape[1], BLOCK_V):
@@ -197,8 +193,14 @@ def _gumbel_block_argmax_launch(
     num_rows, num_blocks = block_max.shape
     if num_rows == 0:
         return block_max, block_argmax
-    has_cache = logits_cache is not None
-    has_col_ptr = cache_cols is not None
+    cache = {"num_cols": 0, "stride_cache_s": 0, "stride_cache_c": 0}
+    if logits_cache is not None:
+        strides = logits_cache.stride()
+        cache = {
+            "num_cols": logits_cache.shape[1],
+            "stride_cache_s": strides[0],
+            "stride_cache_c": strides[1],
+        }
     with on_device(logits):
         _gumbel_block_argmax_kernel[(num_rows * num_blocks,)](
             block_max_ptr=block_max,
@@ -208,26 +210,24 @@ def _gumbel_block_argmax_launch(
             temperature_ptr=temperature,
             seeds_ptr=seeds,
             pos_ptr=pos,
-            cache_ptr=logits_cache if has_cache else logits,
-            col_ptr=cache_cols if has_col_ptr else pos,
+            cache_ptr=logits if logits_cache is None else logits_cache,
+            col_ptr=pos if cache_cols is None else cache_cols,
             V=logits.shape[1],
             num_slots=temperature.shape[0],
-            num_cols=logits_cache.shape[1] if has_cache else 0,
             num_blocks=num_blocks,
             col=cache_col,
             offset=key_offset(pos_offset, is_drafting),
             stride_logits_b=logits.stride(0),
             stride_idx_b=idx_mapping.stride(0),
             stride_pos_b=pos.stride(0),
-            stride_col_b=cache_cols.stride(0) if has_col_ptr and cache_cols.dim() else 0,
-            stride_cache_s=logits_cache.stride(0) if has_cache else 0,
-            stride_cache_c=logits_cache.stride(1) if has_cache else 0,
-            HAS_CACHE=has_cache,
-            HAS_COL_PTR=has_col_ptr,
+            stride_col_b=0 if cache_cols is None or cache_cols.dim() == 0 else cache_cols.stride(0),
+            HAS_CACHE=logits_cache is not None,
+            HAS_COL_PTR=cache_cols is not None,
             APPLY_TEMPERATURE=apply_temperature,
             USE_FP64=use_fp64,
             BLOCK_V=BLOCK_V,
             num_warps=4,
+            **cache,
         )
     return block_max, block_argmax
 

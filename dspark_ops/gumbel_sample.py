@@ -25,10 +25,9 @@ from dspark_ops._sampler_call import (
     SAMPLER_ARGS,
     cache_arguments,
     check_sampler,
-    columns_ref,
     key_offset,
     row_arguments,
-    write_cache_ref,
+    rows_and_cache_ref,
 )
 from dspark_ops._triton import require_triton, tl
 from dspark_ops.gumbel_block_argmax import sample_inputs as block_sample_inputs
@@ -37,7 +36,6 @@ from dspark_ops.gumbel_sample_kernel import (
     _gumbel_sample_kernel,
 )
 from dspark_ops.noised import noised_logits_ref
-from dspark_ops.rows import rows_ref
 
 # 1 reference
 
@@ -61,11 +59,8 @@ def gumbel_sample_ref(
 ) -> Tensor:
     if bias is not None:
         logits = logits + bias
-    cols = None if logits_cache is None else columns_ref(cache_col, cache_cols, idx_mapping)
-    offset = key_offset(pos_offset, is_drafting)
-    rows = rows_ref(idx_mapping, temperature, seeds, pos, offset, cols)
-    if logits_cache is not None:
-        write_cache_ref(logits_cache, logits, rows, cols)
+    arguments = (logits, idx_mapping, temperature, seeds, pos, logits_cache, cache_col, cache_cols)
+    rows = rows_and_cache_ref(*arguments, key_offset(pos_offset, is_drafting))
     token = noised_logits_ref(logits, rows, apply_temperature, use_fp64).argmax(-1)
     if draft_tokens is not None:
         draft_tokens.copy_(token)
@@ -359,7 +354,8 @@ def gumbel_sample(
         _checks.check_is_tensor("draft_tokens", draft_tokens)
     flags = (bias, pos_offset, is_drafting, apply_temperature, use_fp64)
     if is_plain_gpu_call(logits):
-        return _gumbel_sample_launch(*rows, *(cache or (None, 0, None)), draft_tokens, None, *flags)
+        all_cache = cache or (None, 0, None)
+        return _gumbel_sample_launch(*rows, *all_cache, draft_tokens, None, *flags)
     ops = torch.ops.dspark
     if draft_tokens is None:
         op = ops.gumbel_sample_cache if cache else ops.gumbel_sample

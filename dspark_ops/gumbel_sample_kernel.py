@@ -83,7 +83,7 @@ def _gumbel_sample_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # A tile is loaded while the one before it, or the row's state, is worked on.
     next_x = tl.load(logits_row + offs_v, mask=mask_v, other=float("-inf"))
-    next_bias = 0.0
+    next_bias = next_x
     if HAS_BIAS:
         next_bias = tl.load(bias_row + offs_v, mask=mask_v, other=0.0)
     slot, live, sampled, temperature, seed, pos, column = load_row(

@@ -49,7 +49,7 @@ class Generation:
         return sum(counts) / max(len(counts), 1)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     pair: Pair,
     prompts: Sequence[str],

@@ -1,11 +1,11 @@
 """``torch.compile(f, backend="dspark")``: Inductor with the passes of this package.
 
     torch.compile(f, backend="dspark", mode=... or options={...})
-    torch.compile(f, options=inductor_passes.options())            # the stock backend, the same passes
-    with inductor_passes.enabled(): torch.compile(f)(x)            # what is compiled inside has them
+    torch.compile(f, options=inductor_passes.options())       # the stock backend, the same passes
+    with inductor_passes.enabled(): torch.compile(f)(x)       # what is compiled inside has them
 
-``dspark.*`` options are ours, all others Inductor's, with its own validation. A pass that the user put
-into the same slot, by option or by config, keeps running.
+``dspark.*`` options are ours, all others Inductor's, with its own validation. A pass that the user
+put into the same slot, by option or by config, keeps running.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ dspark.reset = _reset  # type: ignore[attr-defined]
 
 @contextmanager
 def enabled(options: dict[str, Any] | None = None, *, mode: str | None = None) -> Iterator[None]:
-    """Have the passes in everything that this thread compiles inside the block, on any Inductor path.
+    """Have the passes in everything that this thread compiles by Inductor inside the block.
 
     Binds when code is compiled, which is at the first call and at each recompilation.
     """

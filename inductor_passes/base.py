@@ -1,7 +1,7 @@
 """What every rewrite shares: decide first, then edit, and say what happened to each candidate.
 
-A fusion finds its candidates, and for each makes a plan or raises `LeftAlone` with a reason that a user
-understands. Nothing is edited while a plan is made, so a refused site stays exactly as it was found.
+A fusion finds its candidates, and for each makes a plan or raises `LeftAlone` with a reason that a
+user understands. Nothing is edited while a plan is made, so a refused site stays as it was found.
 """
 
 import logging
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -64,10 +64,10 @@ class Fusion(ABC):
         return sites
 
 
-def value_of(node: Any, what: str) -> torch.Tensor:
+def value_of(node: Any, what: str) -> FakeTensor:
     """The fake value of ``node``."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, FakeTensor):
         raise LeftAlone(f"the shape of {what} is not known to the compiler here")
     return value
 

@@ -1,10 +1,10 @@
 """Recognise ``base + bias`` in front of a sampler.
 
-    logits = add(base, bias)              # either order, alpha 1; base [B, V], bias [B, V] | [1, V] | [V]
-    logits = convert(logits, float32)     # only where nothing is cached: sampling upcasts anyway
+    logits = add(base, bias)           # base [B, V]; bias [B, V], [1, V] or [V]; in either order
+    logits = convert(logits, float32)  # only where nothing is cached: sampling upcasts anyway
 
-The fused op rounds the sum as the add does, so the op must be given exactly what the add gives, and
-nobody else may need the sum.
+The fused op rounds the sum as the add does, so it must be exactly the sum that is sampled from, and
+nobody else may need it.
 """
 
 from dataclasses import dataclass
@@ -68,13 +68,13 @@ def _check_convert(call: Call, convert: Node) -> None:
     target = value_of(convert, "the logits")
     if call.mutated:
         raise LeftAlone(
-            f"the logits are converted to {target.dtype} ({described(convert)}) before the sampler, "
-            "and the cache must hold what the add gives"
+            f"the logits are converted to {target.dtype} ({described(convert)}) before the "
+            "sampler, and the cache must hold what the add gives"
         )
     if target.dtype != torch.float32 or source.dtype not in LOGITS_DTYPES:
         raise LeftAlone(
-            f"the logits are converted from {source.dtype} to {target.dtype} ({described(convert)}) "
-            "before the sampler"
+            f"the logits are converted from {source.dtype} to {target.dtype} "
+            f"({described(convert)}) before the sampler"
         )
 
 

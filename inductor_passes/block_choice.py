@@ -83,7 +83,7 @@ def is_last_dim(dim: object) -> bool:
 
 def index_source(index: Node, num_blocks: object) -> tuple[Node, list[Node]]:
     """The node that chose the block, and the shape changes between it and ``index`` [B, 1]."""
-    between = []
+    between: list[Node] = []
     while True:
         keeps_order = is_call_to(index, *_RESHAPES)
         # take_along_dim wraps its index, which is in [0, K) already.
@@ -137,7 +137,7 @@ def _gather_of_another(call: Call) -> Node | None:
 
 
 def find_choice(call: Call, block_max_readers: bool) -> Choice:
-    """The choice among the maxima of ``call``; other readers of block_max are a matter of the caller."""
+    """The choice among the maxima of ``call``, where block_max may have other readers or not."""
     if not call.has_only_getitems():
         raise LeftAlone("the results of the block op are used as a tuple")
     gather, from_argmax = find_gather(call)
@@ -146,6 +146,7 @@ def find_choice(call: Call, block_max_readers: bool) -> Choice:
     if not block_max:
         raise LeftAlone("block_max is never read: the index of the gather comes from elsewhere")
     shape = value_of(block_max[0], "block_max").shape
+    value_of(gather, "the token")
     if not is_last_dim(arguments["dim"]):
         raise LeftAlone(f"{described(gather)} gathers along dim {arguments['dim']}, not the last")
     index = arguments["index"]
@@ -159,7 +160,7 @@ def find_choice(call: Call, block_max_readers: bool) -> Choice:
     if is_getitem(chooser) and is_call_to(chooser.args[0], aten.max.dim):
         if chooser.args[1] != 1:
             raise LeftAlone(f"the index of {described(gather)} is a maximum, not where it is")
-        chooser = chooser.args[0]
+        chooser = chooser.args[0]  # type: ignore[assignment]
         between.append(chooser)
     if not is_call_to(chooser, aten.argmax.default, aten.max.dim):
         raise LeftAlone(
@@ -194,10 +195,9 @@ def find_choice(call: Call, block_max_readers: bool) -> Choice:
         for reader in readers(node):
             if reader is not gather and reader not in between:
                 if is_getitem(reader):
-                    reader = next(iter(reader.users), reader)
                     raise LeftAlone(
                         f"the largest block maximum ({described(chooser)}) is also read by "
-                        f"{described(reader)}"
+                        f"{described(next(iter(reader.users), reader))}"
                     )
                 raise LeftAlone(
                     f"the index of the best block ({described(chooser)}) is also read by "

@@ -1,14 +1,15 @@
 """One view of an op call, however functionalization spelled it.
 
-A pure op is a plain node. A mutating op is wrapped, and its results are the op's returns followed by
-one new value for each mutated base:
+A pure op is a plain node. A mutating op is wrapped, and its results are the op's returns followed
+by one new value for each mutated base:
 
     plain   op(*args, **kwargs)
     v1      auto_functionalized(op, **all_arguments)
-    v2      auto_functionalized_v2(op, **pure_arguments, _x_base_index=0, _x_<view>=..., _all_bases=[...])
+    v2      auto_functionalized_v2(op, **pure_arguments,
+                                   _x_base_index=0, _x_<view>=..., _all_bases=[...])
 
-`Call.of` reads all three, `emit` writes them: a rewrite may change op, arguments and number of returns
-without knowing which one it has. The description of a mutated view is carried over unread.
+`Call.of` reads all three, `emit` writes them: a rewrite may change op, arguments and number of
+returns without knowing which one it has. The description of a mutated view is carried over unread.
 """
 
 import operator
@@ -66,12 +67,12 @@ class Call:
 
     @staticmethod
     def of(node: Node) -> "Call | None":
-        """The call that ``node`` is, or None if it is not one of an op with tensors as arguments."""
+        """The call that ``node`` is, or None if it is no call of an op or one spelled otherwise."""
         if node.op != "call_function":
             return None
         if isinstance(node.target, OpOverload):
             return Call(node, node.target, PLAIN, arguments_of(node), {}, [])
-        form = _FORMS.get(node.target)
+        form = _FORMS.get(node.target)  # type: ignore[call-overload]
         if form is None or not isinstance(node.args[0], OpOverload):
             return None
         op = node.args[0]
@@ -82,8 +83,8 @@ class Call:
             if a.name not in written
         }
         mutated: dict[str, Mutated] = {}
+        bases: list[Any] = []
         if form == V1:
-            bases = []
             for name in written:
                 base = node.kwargs[name]
                 if not isinstance(base, Node):
@@ -91,10 +92,10 @@ class Call:
                 mutated[name] = Mutated(len(bases))
                 bases.append(base)
         else:
-            bases = list(node.kwargs["_all_bases"])
+            bases = list(node.kwargs["_all_bases"])  # type: ignore[arg-type]
             for name in written:
                 prefix = f"_{name}_"
-                view = {
+                view: dict[str, Any] = {
                     key.removeprefix(f"_{name}"): value
                     for key, value in node.kwargs.items()
                     if key.startswith(prefix)
@@ -159,8 +160,8 @@ def emit(
 ) -> Emitted:
     """Insert a call of ``op`` before ``like``, of its form where anything is mutated.
 
-    ``returns`` are the fake values of the op's returns. Fake values are set here because higher-order ops
-    are not traced again on every version.
+    ``returns`` are the fake values of the op's returns. They and those of the bases are set here:
+    not every version of torch traces higher-order ops again.
     """
     graph = like.node.graph
     base_values = []

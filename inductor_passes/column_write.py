@@ -1,12 +1,13 @@
-"""Recognise that a token is written into an integer buffer, so that the sampler can write it itself.
+"""Recognise that the token is written into an integer buffer: the sampler can do that itself.
 
-    value   = copy(select(draft_tokens, 1, i), convert(token))            # convert: optional
-    updated = select_scatter(draft_tokens, value, 1, i)                   # draft_tokens[:, i] = token
-    updated = slice_scatter(draft_tokens, select_scatter(slice(draft_tokens), ...), ...)    # [:n, i]
-    copy_(tokens, token)                                                  # tokens.copy_(token)
+    draft_tokens[:, i] = token     value   = copy(select(draft_tokens, 1, i), convert(token))
+                                   updated = select_scatter(draft_tokens, value, 1, i)
+    draft_tokens[:n, i] = token    part    = select_scatter(slice(draft_tokens, ...), value, 1, i)
+                                   updated = slice_scatter(draft_tokens, part, 0, 0, n)
+    tokens.copy_(token)            copy_(tokens, token)
 
-The update is one view of one tensor, which becomes a mutated argument of the op. Functional graphs keep
-any choice right; what is refused here would cost a copy of the buffer or race with another argument.
+The update is one view of one tensor, which becomes a mutated argument of the op. What is refused
+would cost a copy of the buffer or race with another argument; the write then stays as it is.
 """
 
 import logging
@@ -48,7 +49,7 @@ class ColumnWrite:
     launches: int
 
     def redirect(self, new_base: Node) -> list[Node]:
-        """Let readers of the updated buffer read ``new_base``; return what nobody needs any more."""
+        """Let readers of the updated buffer read ``new_base``; return what nobody needs now."""
         if is_call_to(self.updated, aten.copy_.default):
             self.updated.update_arg(1, new_base)
         else:
@@ -57,7 +58,7 @@ class ColumnWrite:
 
 
 def find_column_write(call: Call, tokens: list[Node], arguments: list[Node]) -> ColumnWrite | None:
-    """The write of one of ``tokens`` ([B] each) that the op can do; ``arguments`` are its tensors."""
+    """The write of one of ``tokens``, [B] each, that the op can do next to its ``arguments``."""
     for token in tokens:
         for values in _values(token, []):
             write = _whole_buffer(call, values) or _scattered(call, values)
@@ -152,10 +153,9 @@ def _scattered(call: Call, values: list[Node]) -> ColumnWrite | None:
         return None
     view = {"_size": sizes, "_stride": strides, "_storage_offset": offset}
     nodes, launches = _carriers(values)
-    for scatter in scatters:
-        nodes += (
-            [scatter, *_views_above(scatter.args[0])] if scatter is not scatters[-1] else [scatter]
-        )
+    nodes += scatters
+    for scatter in scatters[:-1]:
+        nodes += _views_above(scatter.args[0])
     return ColumnWrite(base, view, scatters[-1], [], nodes, launches + 1)
 
 
@@ -195,14 +195,14 @@ def _obstacle(call: Call, write: ColumnWrite, arguments: list[Node]) -> str | No
     aliases = [write.base]
     for alias in aliases:
         for reader in readers(alias):
+            if is_view(reader):
+                aliases.append(reader)
+                continue
             if reader < call.node or reader in write.nodes or reader is write.updated:
                 continue
             if is_call_to(reader, aten.copy.default, aten.copy_.default) and (
                 reader.args[0] is alias and reader.args[1] is not alias
             ):
                 continue
-            if is_view(reader):
-                aliases.append(reader)
-            else:
-                return f"the old contents are read by {described(reader)}"
+            return f"the old contents are read by {described(reader)}"
     return None

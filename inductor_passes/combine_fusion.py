@@ -1,14 +1,14 @@
 """Fuse argmax + gather over block maxima into dspark::gumbel_combine.
 
-Why: two launches become one, where the sampler as a whole can't be fused. Runs after `sampler_fusion`,
-in the post-grad pre hook, where views are ``reshape`` and nothing is decomposed further.
+Why: two launches become one where the sampler as a whole can't be fused. Hook: post-grad pre, after
+`sampler_fusion`, which takes the same nodes with it.
 
     Before                                          After
     best  = argmax(block_max, -1, True)             token = gumbel_combine(block_max, block_argmax)
     token = gather(block_argmax, -1, best)          column = unsqueeze(token, -1)
 
-Not matched: an index that comes from elsewhere, another dim, a choice whose index or whose block_argmax
-has another reader. Other readers of block_max are fine.
+Not matched: an index that comes from elsewhere, another dim, an index or a block_argmax that has
+another reader. Other readers of block_max are fine.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """``explain(f, *args)``: what the passes would do to ``f``, without running it.
 
-Dynamo traces ``f`` and a backend of our own compiles the graph up to the point where kernels would be
-generated, then raises. Dynamo installs nothing after an error, so ``f``'s compiled code, its caches
-and the caller's tensors stay as they were. ``fullgraph`` makes a graph break an error too: the code
-after it needs the values before it.
+Dynamo traces ``f`` and a backend of our own compiles the graph up to the point where kernels would
+be generated, then raises. Dynamo installs nothing after an error, so ``f``'s compiled code, its
+caches and the caller's tensors stay as they were. ``fullgraph`` makes a graph break an error too:
+the code after it needs the values before it.
 """
 
 import dataclasses

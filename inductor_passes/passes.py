@@ -1,8 +1,8 @@
-"""The pass object that Inductor runs: every rewrite, in order, around whatever pass was there before.
+"""The pass object that Inductor runs: every rewrite, in order, then the pass that was there before.
 
-It sits in ``post_grad_custom_pre_pass``: there the graph is functional, views are ``reshape`` and the add
-is still an ``add``. `uuid` covers all that the result depends on and that no cache key of torch sees:
-our sources, the sources and schemas of the ops, and the options.
+It sits in ``post_grad_custom_pre_pass``: there the graph is functional and the add is still an
+``add``. `uuid` covers all that the result depends on and that no cache key of torch sees: our
+sources, the sources and schemas of the ops, and the options.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from torch.fx import Graph
 import dspark_ops
 from inductor_passes.base import Fusion
 from inductor_passes.combine_fusion import CombineFusion
-from inductor_passes.sites import Report, record
 from inductor_passes.sampler_fusion import SamplerFusion
+from inductor_passes.sites import Report, record
 
 FUSIONS: tuple[Fusion, ...] = (SamplerFusion(), CombineFusion())
 DEFAULTS: dict[str, Any] = {
@@ -54,8 +54,8 @@ def split_options(options: dict[str, Any] | None) -> tuple[dict[str, Any], dict[
 class DsparkPasses(CustomGraphPass):
     """Run the enabled rewrites, then ``wrapped``, the pass that was configured before.
 
-    options: sorted (name, value) pairs. wrapped: a callable or a `CustomGraphPass`, or a tuple of them.
-    Holds no state of its own: it is pickled, compared by Dynamo and entered from several threads.
+    options: sorted (name, value) pairs. wrapped: a callable or `CustomGraphPass`, or a tuple of
+    them. Holds no state: it is pickled, compared by Dynamo and entered from several threads.
     """
 
     options: tuple[tuple[str, Any], ...] = tuple(sorted(DEFAULTS.items()))
@@ -90,7 +90,7 @@ class DsparkPasses(CustomGraphPass):
             present(graph)
 
     def uuid(self) -> str | None:
-        """Changes with anything that changes the result; None (nothing is cached) if ``wrapped`` has none."""
+        """Changes with all that changes the result; None, for no caching, if a wrapped one is."""
         parts = [source_digest(), torch.__version__, *op_schemas(), repr(self.options)]
         for present in as_tuple(self.wrapped):
             wrapped_uuid = present.uuid() if isinstance(present, CustomGraphPass) else None
@@ -108,7 +108,7 @@ def as_tuple(present: Any) -> tuple[Callable[[Graph], None], ...]:
 
 @lru_cache(1)
 def source_digest() -> str:
-    """Over every source file of both packages; read once, as imported code does not change either."""
+    """Over every source file of both packages; read once, as imported code does not change."""
     digest = hashlib.sha256()
     for package in (Path(__file__).parent, Path(dspark_ops.__file__).parent):
         for path in sorted(package.rglob("*.py")):

@@ -1,26 +1,29 @@
 """Fuse add, noise, argmax, gather and what surrounds them into dspark::gumbel_sample.
 
-Why: nine launches of a draft step become two and the bias GEMM; the biased logits are read and written
-once. Hook: post-grad pre, because later the add has become part of ``addmm``, which rounds once.
+Why: nine launches of a draft step become the bias GEMM and two; the biased logits are written once
+and never read again. Hook: post-grad pre, as later the add has become ``addmm``, which rounds once.
 
-    Before                                                        After
-    logits = add(base, bias)                                      token, embedding, cache', tokens' =
-    pos'   = sub(pos, 1)                                              gumbel_sample_embed_cache_draft(
-    max, id, cache' = gumbel_block_argmax_cache(logits, pos')             base, ..., pos, bias,
-    best   = argmax(max, -1, True)                                        logits_cache=cache,
-    token  = reshape(gather(id, -1, best), [-1])                          draft_tokens=tokens[:, i],
-    tokens' = select_scatter(tokens, token, 1, i)                         embed_weight=W1,
-    embedding = embedding(W1, token)                                      pos_offset=-1)
+    Before                                                  After
+    logits  = add(base, bias)                               token, embedding, cache', tokens' =
+    pos'    = sub(pos, 1)                                     gumbel_sample_embed_cache_draft(
+    max, id, cache' = gumbel_block_argmax_cache(              base, idx_mapping, temperature,
+        logits, idx_mapping, temperature, seeds, pos',        seeds, pos, bias=bias,
+        logits_cache=cache)                                   logits_cache=cache,
+    best    = argmax(max, -1, True)                           draft_tokens=tokens[:, i],
+    token   = reshape(gather(id, -1, best), [-1])             embed_weight=W1,
+    tokens' = select_scatter(tokens, token, 1, i)             pos_offset=-1)
+    embedding = embedding(W1, token)
 
-The last two and the ``sub`` are taken in where they are there. Not matched: another reader of the sum or
-of the block maxima, alpha, scalars, anything between add and sampler, a sum that shares memory with the
-cache; see `biased_logits` and `block_choice` for each guard.
+The last two and the ``sub`` join where they are there. Not matched: another reader of the sum or of
+the block maxima, alpha, scalars, anything between add and sampler, an operand that shares memory
+with the cache; `biased_logits` and `block_choice` have the guards.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
 from inductor_passes.base import Fusion, LeftAlone, erase_unread, readers, stream_of, value_of
@@ -71,10 +74,12 @@ class SamplerFusion(Fusion):
         if embedding is not None:
             arguments.append(embedding.weight)
         write = None
-        if call.form != V1 and torch._inductor.config.enable_auto_functionalized_v2:
+        if call.form != V1 and inductor_config.enable_auto_functionalized_v2:
             write = find_column_write(call, tokens, arguments)
+        for base in call.bases:
+            value_of(base, "the logits cache")
         value = value_of(logits.base, "the base logits")
-        with value.fake_mode:  # type: ignore[attr-defined]
+        with value.fake_mode:
             token = value.new_empty(value.shape[0], dtype=torch.int64)
         erased = [*logits.nodes, *shift, *choice.nodes, choice.gather, *tokens]
         sizes = find_size_readers(erased, [logits.base, logits.bias, pos])
@@ -160,8 +165,8 @@ def _check_memory(call: Call, logits: BiasedLogits, pos: Node, shift: list[Node]
         root = storage_root(node)
         if root in written:
             raise LeftAlone(
-                f"the {what} ({described(node)}) shares memory with the logits cache that the sampler "
-                "writes"
+                f"the {what} ({described(node)}) shares memory with the logits cache that the "
+                "sampler writes"
             )
         first = shift[-1] if what == "position" else logits.nodes[0]
         write = write_between(first, call.node, {root})

@@ -20,8 +20,8 @@ _KEPT_GRAPHS = 1000
 class Site:
     """One place in the user's program that a pass could have rewritten.
 
-    reason: why it was left alone; None where it was fused. launches_saved: kernel launches of the eager
-    program that the rewrite removed.
+    reason: why it was left alone; None where it was fused. launches_saved: kernel launches of the
+    eager program that the rewrite removed.
     """
 
     pass_name: str
@@ -128,7 +128,7 @@ def report() -> Report:
         total.add(seen)
     if not kept:
         total.notes.append(
-            "no pass ran: everything was served from a cache, or nothing was compiled with the passes"
+            "no pass ran: all was served from a cache, or nothing was compiled with the passes"
         )
     return total
 

@@ -1,8 +1,8 @@
-"""Which memory a node reads or writes once Inductor has turned functional updates into writes in place.
+"""Which memory a node lives in once Inductor has turned functional updates into writes in place.
 
-Fake values of functional versions have storages of their own, so the graph is walked instead: a view, a
-scatter into a tensor, the new base of a functionalized op and a clone (Inductor may drop it) all lead
-back to one root.
+Fake values of functional versions have storages of their own, so the graph is walked instead: a
+view, a scatter into a tensor, the new base of a functionalized op and a clone, which Inductor may
+drop, all lead back to one root.
 """
 
 from typing import Any
@@ -62,11 +62,12 @@ def storage_root(node: Node) -> Node:
         if is_getitem(node):
             producer, index = node.args
             assert isinstance(producer, Node)
+            assert isinstance(index, int)
             call = Call.of(producer)
             if call is None:
                 return node
-            if call.mutated and index >= call.num_returns:  # type: ignore[operator]
-                node = call.bases[index - call.num_returns]  # type: ignore[operator]
+            if call.mutated and index >= call.num_returns:
+                node = call.bases[index - call.num_returns]
             elif is_view(producer):  # split, unbind
                 node = producer
             else:
@@ -98,7 +99,8 @@ def write_between(first: Node, last: Node, roots: set[Node]) -> Node | None:
 def hoistable(node: Node, anchor: Node) -> list[Node] | None:
     """What must move before ``anchor`` so that ``node`` is there; None if it depends on ``anchor``.
 
-    The graph is sorted, so only nodes after the anchor can depend on it.
+    The graph is sorted, so only nodes after the anchor can depend on it. Nothing moves that writes,
+    or that reads what is written on the way.
     """
     needed: set[Node] = set()
     pending = [node]
@@ -108,7 +110,9 @@ def hoistable(node: Node, anchor: Node) -> list[Node] | None:
             return None
         if current < anchor or current in needed:
             continue
-        if current.op != "call_function":
+        if not isinstance(current.target, OpOverload) or current.target._schema.is_mutable:
+            return None
+        if write_between(anchor, current, {storage_root(x) for x in current.all_input_nodes}):
             return None
         needed.add(current)
         pending.extend(current.all_input_nodes)

@@ -39,7 +39,8 @@ def size_read(number: Any, tensors: Sequence[Node]) -> int | SizeRead | None:
         return None
     for tensor in tensors:
         value = tensor.meta["val"]
-        known = [(aten.sym_size.int, (dim,), size) for dim, size in enumerate(value.shape)]
+        known: list[tuple[Any, tuple[int, ...], Any]] = []
+        known += [(aten.sym_size.int, (dim,), size) for dim, size in enumerate(value.shape)]
         known += [(aten.sym_stride.int, (dim,), s) for dim, s in enumerate(value.stride())]
         known += [(aten.sym_storage_offset.default, (), value.storage_offset())]
         for op, args, candidate in known:
@@ -57,7 +58,7 @@ def emit_sizes(numbers: Any, anchor: Node) -> Any:
 
 @dataclass(frozen=True)
 class SizeReaders:
-    """Readers of only the sizes of nodes that a rewrite erases, and where else those sizes stand."""
+    """Readers of only the sizes of nodes that a rewrite erases, and where else the sizes stand."""
 
     dead: list[Node]  # read by erased nodes alone
     moved: list[tuple[Node, SizeRead]]
@@ -70,7 +71,7 @@ class SizeReaders:
 
 
 def find_size_readers(erased: Sequence[Node], kept: Sequence[Node]) -> SizeReaders:
-    """``kept``: the nodes whose sizes can be read instead. Raises `LeftAlone` if none has it."""
+    """``kept``: nodes whose sizes can be read instead. Raises `LeftAlone` if none has one."""
     gone = set(erased)
     found = SizeReaders([], [])
     for node in erased:
