@@ -354,8 +354,8 @@ def gumbel_sample(
         _checks.check_is_tensor("draft_tokens", draft_tokens)
     flags = (bias, pos_offset, is_drafting, apply_temperature, use_fp64)
     if is_plain_gpu_call(logits):
-        all_cache = cache or (None, 0, None)
-        return _gumbel_sample_launch(*rows, *all_cache, draft_tokens, None, *flags)
+        cached, col, cols = cache or (None, 0, None)
+        return _gumbel_sample_launch(*rows, cached, col, cols, draft_tokens, None, *flags)
     ops = torch.ops.dspark
     if draft_tokens is None:
         op = ops.gumbel_sample_cache if cache else ops.gumbel_sample
