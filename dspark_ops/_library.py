@@ -5,6 +5,7 @@ opaque, so that a pass can recognise them, and tagged ``needs_fixed_stride_order
 row strides, so Inductor may pad a row but must not transpose it.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,29 +22,46 @@ def register(
 ) -> None:
     """Define ``dspark::<schema>`` with its CPU, GPU and fake implementations.
 
-    The variants of an op share their implementations, which get every argument by its name.
+    The variants of an op share their implementations. ``cpu`` and ``fake`` get their arguments by
+    name; ``cuda``, where host time counts, by position, its parameters being in the schema's order.
     Sampling has no gradient: the Autograd key falls through, so outputs never require one.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=_TAGS)
     names = [a.name for a in getattr(torch.ops.dspark, name).default._schema.arguments]
-
-    def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # The dispatcher leaves out trailing arguments that equal their defaults.
-            return function(**dict(zip(names, args, strict=False)), **kwargs)
-
-        return call
-
-    LIBRARY.impl(name, by_name(cpu), "CPU")
-    LIBRARY.impl(name, by_name(cuda), "CUDA")
+    LIBRARY.impl(name, _by_name(cpu, names), "CPU")
+    LIBRARY.impl(name, _by_position(cuda, names), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"dspark::{name}", by_name(fake), lib=LIBRARY)
+    torch.library.register_fake(f"dspark::{name}", _by_name(fake, names), lib=LIBRARY)
+
+
+# The dispatcher leaves out trailing arguments that equal their defaults.
+
+
+def _by_name(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(**dict(zip(names, args, strict=False)), **kwargs)
+
+    return call
+
+
+def _by_position(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    parameters = list(inspect.signature(function).parameters.values())
+    absent = [(i, p.default) for i, p in enumerate(parameters) if p.name not in names]
+    if [p.name for p in parameters if p.name in names] != names:
+        raise AssertionError(f"{function.__name__} does not take {names} in this order")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        filled = list(args)
+        for position, default in absent:
+            filled.insert(position, default)
+        return function(*filled, **kwargs)
+
+    return call if absent else function
 
 
 def is_plain_gpu_call(x: Tensor) -> bool:
-    """Whether nothing would look at an op called on ``x``: no compiler, mode, transform or
-    subclass.
+    """Whether no compiler, mode, transform or subclass would look at an op called on ``x``.
 
     Such a call may go straight to the launcher: the dispatcher's way to a Python kernel and back
     costs 10 us for 14 arguments.

@@ -178,7 +178,6 @@ def _gumbel_block_argmax_launch(
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
-    *,
     logits_cache: Tensor | None = None,
     cache_col: int = 0,
     cache_cols: Tensor | None = None,
