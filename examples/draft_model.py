@@ -24,6 +24,8 @@ from target_model import Layer, RMSNorm, Target, TargetConfig, TransformerConfig
 
 @dataclass(frozen=True)
 class DraftConfig(TransformerConfig):
+    """target_layer_ids: the target's layers, from 0, whose outputs the draft reads side by side."""
+
     num_hidden_layers: int = 2
     model_type: str = "dspark_example_draft"
     block_size: int = 7

@@ -70,7 +70,7 @@ def propose(
     """Draft from base [B, N, V] + bias(prev); i64 [B, N] tokens and their f32 [B, N] q."""
     prev, tokens, probabilities = anchor, [], []
     for i in range(base.shape[1]):
-        q = (base[:, i] + bias(prev)).softmax(-1)
+        q = (base[:, i] + bias(prev)).float().softmax(-1)
         prev = draw(q, generator)
         tokens.append(prev)
         probabilities.append(q.gather(-1, prev[:, None])[:, 0])
@@ -107,7 +107,7 @@ def evaluate(pair: Pair, rounds: int = 1024, seed: int = 0) -> dict[str, Accepta
         for name, (tokens, q) in proposals.items():
             text = torch.cat((context, anchor[:, None], tokens), dim=1)
             hidden_out, _ = target.hidden_states(text)
-            p = target.logits(hidden_out[:, CONTEXT:-1]).softmax(-1)  # [B, N, V]
+            p = target.logits(hidden_out[:, CONTEXT:-1]).float().softmax(-1)  # [B, N, V]
             p_token = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
             reached[name].append((p_token / q).clamp(max=1).cumprod(-1))
     return {name: Acceptance(torch.cat(parts)) for name, parts in reached.items()}
