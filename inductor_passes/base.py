@@ -74,9 +74,13 @@ def value_of(node: Any, what: str) -> FakeTensor:
 
 def same_shape(x: Sequence[Any], y: Sequence[Any]) -> bool:
     """Whether both shapes are equal for every value of their symbols; adds no guard."""
-    return len(x) == len(y) and all(
-        a is b or statically_known_true(a == b) for a, b in zip(x, y, strict=True)
-    )
+    return len(x) == len(y) and all(map(_same_size, x, y))
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b)
 
 
 def readers(node: Node) -> list[Node]:

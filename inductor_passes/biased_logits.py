@@ -88,6 +88,9 @@ def _operands(add: Node) -> tuple[Node, Node]:
         if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
             raise LeftAlone(f"{described(add)} adds the scalar {operand}, not a bias tensor")
     total = value_of(add, "the biased logits")
+    if statically_known_true(total.shape[0] == 0):
+        # Inductor gives an empty view of the base strides that the op refuses.
+        raise LeftAlone("the batch is empty, there is nothing to sample")
     shapes = [operand.meta["val"].shape for operand in operands]
     if same_shape(shapes[0], total.shape):
         base, bias = operands

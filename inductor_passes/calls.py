@@ -143,6 +143,16 @@ def find_call_nodes(graph: Graph, ops: Sequence[OpOverload]) -> list[Node]:
     return sorted(nodes)
 
 
+def _new_value(like: Call, index: int, base: Node) -> torch.Tensor:
+    """The fake value of ``base`` after the call: its layout, in storage of its own."""
+    known = like.new_bases(index) if index < len(like.bases) else []
+    if known and "val" in known[0].meta:
+        return known[0].meta["val"]
+    value = base.meta["val"]
+    with value.fake_mode:
+        return clone_preserve_strides(value)
+
+
 @dataclass(frozen=True)
 class Emitted:
     node: Node
@@ -157,18 +167,19 @@ def emit(
     mutated: dict[str, Mutated],
     bases: list[Node],
     returns: list[torch.Tensor],
+    written: torch.Tensor | None = None,
 ) -> Emitted:
     """Insert a call of ``op`` before ``like``, of its form where anything is mutated.
 
     ``returns`` are the fake values of the op's returns. They and those of the bases are set here:
-    not every version of torch traces higher-order ops again.
+    not every version of torch traces higher-order ops again. ``written``: that of the last base
+    after the call, where it is known.
     """
     graph = like.node.graph
-    base_values = []
-    for base in bases:
-        value = base.meta["val"]
-        with value.fake_mode:
-            base_values.append(clone_preserve_strides(value))
+    known = len(bases) if written is None else len(bases) - 1
+    base_values = [_new_value(like, index, base) for index, base in enumerate(bases[:known])]
+    if written is not None:
+        base_values.append(written)
     handed_on = {key: like.node.meta[key] for key in HANDED_ON if key in like.node.meta}
 
     def node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:

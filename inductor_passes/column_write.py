@@ -48,6 +48,14 @@ class ColumnWrite:
     nodes: list[Node]  # what is gone afterwards
     launches: int
 
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The fake value of the buffer after the update, if it has the layout of the buffer."""
+        before, after = self.base.meta["val"], self.updated.meta.get("val")
+        if is_call_to(self.updated, aten.copy_.default) or not isinstance(after, torch.Tensor):
+            return None
+        return after if same_shape(before.stride(), after.stride()) else None
+
     def redirect(self, new_base: Node) -> list[Node]:
         """Let readers of the updated buffer read ``new_base``; return what nobody needs now."""
         if is_call_to(self.updated, aten.copy_.default):
@@ -132,7 +140,9 @@ def _scattered(call: Call, values: list[Node]) -> ColumnWrite | None:
             for user in inner.users
             if user.target in _VIEW_OF_SCATTER and arguments_of(user)["src"] is inner
         ]
-        if not following or (scatters and not _is_view_of(scatters[-1], following[0])):
+        if not following or (
+            scatters and not _takes_what_is_put(scatters[-1].args[0], following[0])
+        ):
             break
         if len(readers(inner)) > 1 and inner is not values[0]:
             return None
@@ -143,7 +153,7 @@ def _scattered(call: Call, values: list[Node]) -> ColumnWrite | None:
     base = scatters[-1].args[0]
     if not isinstance(base, Node) or not isinstance(base.meta.get("val"), torch.Tensor):
         return None
-    column = _written_view(scatters[0])
+    column = _written_view(scatters[0], values[-1])
     if column is None or not same_shape(column.shape, values[0].meta["val"].shape):
         return None
     sizes = [size_read(n, [call.arguments["idx_mapping"], base]) for n in column.shape]
@@ -159,8 +169,12 @@ def _scattered(call: Call, values: list[Node]) -> ColumnWrite | None:
     return ColumnWrite(base, view, scatters[-1], [], nodes, launches + 1)
 
 
-def _written_view(scatter: Node) -> torch.Tensor | None:
+def _written_view(scatter: Node, value: Node) -> torch.Tensor | None:
     """The fake value of the part of the buffer that the innermost ``scatter`` updates."""
+    if is_call_to(value, aten.copy.default) and _takes_what_is_put(value.args[0], scatter):
+        written = value.args[0].meta.get("val")  # type: ignore[union-attr]
+        if isinstance(written, torch.Tensor):
+            return written
     options = {k: v for k, v in arguments_of(scatter).items() if k not in ("self", "src")}
     target = scatter.args[0].meta.get("val")  # type: ignore[union-attr]
     if not isinstance(target, torch.Tensor) or any(isinstance(v, Node) for v in options.values()):
@@ -169,12 +183,11 @@ def _written_view(scatter: Node) -> torch.Tensor | None:
         return _VIEW_OF_SCATTER[scatter.target](target, **options)  # type: ignore[index]
 
 
-def _is_view_of(inner: Node, outer: Node) -> bool:
-    """Whether ``inner`` updates exactly the part of the buffer that ``outer`` puts back."""
-    view = inner.args[0]
-    if not is_call_to(view, _VIEW_OF_SCATTER[outer.target]):  # type: ignore[index]
+def _takes_what_is_put(view: Any, scatter: Node) -> bool:
+    """Whether ``view`` is the very part of the very tensor that ``scatter`` updates."""
+    if not is_call_to(view, _VIEW_OF_SCATTER[scatter.target]):  # type: ignore[index]
         return False
-    taken, put = arguments_of(view), arguments_of(outer)  # type: ignore[arg-type]
+    taken, put = arguments_of(view), arguments_of(scatter)
     put.pop("src")
     return taken == put
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from inductor_passes.base import stream_of
+from inductor_passes.base import same_shape, stream_of
 from inductor_passes.calls import Call, arguments_of, is_call_to
 from inductor_passes.storage import hoistable, storage_root, write_between
 
@@ -62,7 +62,11 @@ def find_next_embedding(call: Call, tokens: list[Node], base: Node) -> NextEmbed
         if write_between(call.node, first, {root}):
             continue
         nodes = [lookup for lookup, table in lookups if table is weight]
-        with value.fake_mode:  # type: ignore[attr-defined]
-            embedding = value.new_empty(logits.shape[0], value.shape[1])
+        embedding = first.meta.get("val")
+        if not isinstance(embedding, torch.Tensor):
+            continue
+        if not same_shape(embedding.stride(), (value.shape[1], 1)):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                embedding = value.new_empty(logits.shape[0], value.shape[1])
         return NextEmbedding(weight, nodes, hoist, embedding)
     return None

@@ -117,12 +117,16 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def op_schemas() -> list[str]:
-    """Schema and tags of every ``dspark`` op: torch's cache keys have neither."""
+@lru_cache(1)
+def op_schemas() -> tuple[str, ...]:
+    """Schema and tags of every ``dspark`` op: torch's cache keys have neither.
+
+    Read once: torch refuses to define an op twice, and rewrites only use what was there on import.
+    """
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("dspark::"))
     schemas = []
     for name in names:
         base, _, overload = name.removeprefix("dspark::").partition(".")
         op = getattr(getattr(torch.ops.dspark, base), overload or "default")
         schemas.append(f"{op._schema} {sorted(str(tag) for tag in op.tags)}")
-    return schemas
+    return tuple(schemas)

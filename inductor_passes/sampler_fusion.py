@@ -78,9 +78,7 @@ class SamplerFusion(Fusion):
             write = find_column_write(call, tokens, arguments)
         for base in call.bases:
             value_of(base, "the logits cache")
-        value = value_of(logits.base, "the base logits")
-        with value.fake_mode:
-            token = value.new_empty(value.shape[0], dtype=torch.int64)
+        token = _token_value(logits.base, tokens)
         erased = [*logits.nodes, *shift, *choice.nodes, choice.gather, *tokens]
         sizes = find_size_readers(erased, [logits.base, logits.bias, pos])
         return Plan(call, choice, logits, token, pos, pos_offset, shift, sizes, write, embedding)
@@ -110,7 +108,8 @@ class SamplerFusion(Fusion):
             mutated["draft_tokens"] = Mutated(len(bases), view)
             bases.append(write.base)
         op = getattr(torch.ops.dspark, name).default
-        new = emit(call, op, arguments, mutated, bases, returns)
+        written = write.value if write is not None else None
+        new = emit(call, op, arguments, mutated, bases, returns, written)
 
         gone = [*plan.logits.nodes, *plan.shift, call.node, *plan.sizes.replace(new.node)]
         for index in range(len(call.bases)):
@@ -127,6 +126,15 @@ class SamplerFusion(Fusion):
         launches += (write.launches if write else 0) + (len(embedding.nodes) if embedding else 0)
         erase_unread(gone + plan.choice.replace(new.returns[0]))
         return launches - 1  # the block op was one launch, the sampler is two
+
+
+def _token_value(base: Node, tokens: list[Node]) -> torch.Tensor:
+    """The fake value of the token, i64 [B]."""
+    value = value_of(base, "the base logits")
+    if tokens and tokens[0].meta["val"].stride() == (1,):
+        return tokens[0].meta["val"]
+    with value.fake_mode:
+        return value.new_empty(value.shape[0], dtype=torch.int64)
 
 
 def _shifted_position(call: Call) -> tuple[Node, Any, list[Node]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_passes.base import LeftAlone
 from inductor_passes.source_lines import described
@@ -44,7 +43,7 @@ def size_read(number: Any, tensors: Sequence[Node]) -> int | SizeRead | None:
         known += [(aten.sym_stride.int, (dim,), s) for dim, s in enumerate(value.stride())]
         known += [(aten.sym_storage_offset.default, (), value.storage_offset())]
         for op, args, candidate in known:
-            if not isinstance(candidate, int) and statically_known_true(candidate == number):
+            if isinstance(candidate, torch.SymInt) and candidate.node.expr == number.node.expr:
                 return SizeRead(op, tensor, args, candidate)
     return None
 
