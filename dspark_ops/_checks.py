@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_COL = 2**31 - 1
 INDEX_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -116,8 +117,8 @@ def check_cache_col(
 ) -> None:
     """The column is an int, or ``cols`` if that is an int tensor, 0-d or [B]."""
     if cols is None:
-        if cache_col < 0:
-            raise ValueError(f"cache_col must not be negative; got {cache_col}")
+        if not 0 <= cache_col <= MAX_COL:
+            raise ValueError(f"cache_col must be in [0, 2^31); got {cache_col}")
     elif cols.dim() == 0:
         check_dtype("cache_col", cols, INDEX_DTYPES)
         check_device("cache_col", cols, device)

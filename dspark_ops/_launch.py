@@ -34,3 +34,18 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if index < 0 or index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(index)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, Any] | None
+) -> Any:
+    """Launch with ``args`` in the order of the kernel's parameters; return what can be launched next.
+
+    With ``options`` the kernel is a jitted function, which looks its variant up by the arguments,
+    27 us for 30 of them, and returns it; a compiled variant, without options, is launched as it is.
+    Triton's interpreter returns None: there is nothing to keep.
+    """
+    if options is None:
+        kernel[grid](*args)
+        return kernel
+    return kernel[grid](*args, **options)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import launch_options, on_device
+from dspark_ops._launch import launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._sampler_call import (
     CACHE_ARGS,
@@ -144,12 +144,16 @@ def _check(
 
 
 class _Plan(NamedTuple):
-    """What a call's metadata decides."""
+    """What a call's metadata decides: arguments of both kernels, positional, and their variants."""
 
-    num_chunks: int
     num_partials: int
-    sampler: dict[str, Any]
-    finish: dict[str, Any]
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    options: dict[str, Any]
+    finish_sizes: tuple[Any, ...]
+    finish_flags: tuple[Any, ...]
+    finish_options: dict[str, Any]
+    variants: dict[tuple[bool, ...], tuple[Any, Any]]
 
 
 def _make_plan(
@@ -169,56 +173,48 @@ def _make_plan(
     tiles_per_chunk = _tiles_per_chunk(num_rows, vocab)
     num_chunks = (vocab + TILE_V * tiles_per_chunk - 1) // (TILE_V * tiles_per_chunk)
     num_partials = num_rows * num_chunks
-    pdl = launch_options(logits)
-    sampler = dict(
-        V=vocab,
-        num_slots=temperature.shape[0],
-        num_cols=0,
-        num_chunks=num_chunks,
-        tiles_per_chunk=tiles_per_chunk,
-        num_partials=num_partials,
-        stride_logits_b=logits.stride(0),
-        stride_bias_b=0,
-        stride_idx_b=idx_mapping.stride(0),
-        stride_pos_b=pos.stride(0),
-        stride_col_b=0,
-        stride_cache_s=0,
-        stride_cache_c=0,
-        SUM_DTYPE=_TL_DTYPE[dtype],
-        HAS_BIAS=bias is not None,
-        HAS_CACHE=logits_cache is not None,
-        HAS_COL_PTR=cache_cols is not None,
-        TILE_V=TILE_V,
-        num_warps=NUM_WARPS,
-        **pdl,
-    )
-    if bias is not None and bias.dim() == 2 and bias.shape[0] > 1:
-        sampler["stride_bias_b"] = bias.stride(0)
+    num_cols = stride_cache_s = stride_cache_c = 0
     if logits_cache is not None:
-        sampler["num_cols"] = logits_cache.shape[1]
-        sampler["stride_cache_s"] = logits_cache.stride(0)
-        sampler["stride_cache_c"] = logits_cache.stride(1)
-    if cache_cols is not None and cache_cols.dim() == 1:
-        sampler["stride_col_b"] = cache_cols.stride(0)
-    finish = dict(
-        num_chunks=num_chunks,
-        num_partials=num_partials,
-        R=0 if embed_weight is None else embed_weight.shape[1],
-        stride_draft_b=0 if draft_tokens is None else draft_tokens.stride(0),
-        stride_weight_v=0 if embed_weight is None else embed_weight.stride(0),
-        HAS_DRAFT=draft_tokens is not None,
-        HAS_EMBED=embed_weight is not None,
-        BLOCK_K=BLOCK_K,
-        BLOCK_R=BLOCK_R,
-        num_warps=FINISH_WARPS,
-        **pdl,
+        num_cols = logits_cache.shape[1]
+        stride_cache_s, stride_cache_c, _ = logits_cache.stride()
+    one_bias = bias is None or bias.dim() == 1 or bias.shape[0] == 1
+    one_col = cache_cols is None or cache_cols.dim() == 0
+    options = launch_options(logits)
+    pdl = options.pop("LAUNCH_PDL")
+    return _Plan(
+        num_partials,
+        (vocab, temperature.shape[0], num_cols, num_chunks, tiles_per_chunk, num_partials),
+        (
+            logits.stride(0),
+            0 if one_bias else bias.stride(0),  # type: ignore[union-attr]
+            idx_mapping.stride(0),
+            pos.stride(0),
+            0 if one_col else cache_cols.stride(0),  # type: ignore[union-attr]
+            stride_cache_s,
+            stride_cache_c,
+            _TL_DTYPE[dtype],
+            bias is not None,
+            logits_cache is not None,
+            cache_cols is not None,
+            pdl,
+            TILE_V,
+        ),
+        {"num_warps": NUM_WARPS, **options},
+        (
+            num_chunks,
+            num_partials,
+            0 if embed_weight is None else embed_weight.shape[1],
+            0 if draft_tokens is None else draft_tokens.stride(0),
+            0 if embed_weight is None else embed_weight.stride(0),
+        ),
+        (draft_tokens is not None, embed_weight is not None, pdl, BLOCK_K, BLOCK_R),
+        {"num_warps": FINISH_WARPS, **options},
+        {},
     )
-    return _Plan(num_chunks, num_partials, sampler, finish)
 
 
 # Checks and strides cost more host time than the rest of a call (9 of 18 us), so a call whose
-# metadata was seen before skips them. Cleared when full: a server meets a few hundred batch
-# shapes.
+# metadata was seen before skips them. Cleared when full: a server meets a few hundred batch shapes.
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _MAX_PLANS = 4096
 
@@ -261,18 +257,18 @@ def _gumbel_sample_launch(
         None if embed_weight is None else (
             embed_weight.dtype, embed_weight.shape, embed_weight.stride(), embed_weight.get_device()
         ),
-        cache_col < 0,
+        0 <= cache_col <= _checks.MAX_COL,
     )
     # fmt: on
     plan = _plans.get(key)
     if plan is None:
         require_triton("gumbel_sample")
         rows = (logits, idx_mapping, temperature, seeds, pos)
-        options = (draft_tokens, embed_weight, bias)
-        dtype = _check(*rows, logits_cache, cache_col, cache_cols, *options)
+        extras = (draft_tokens, embed_weight, bias)
+        dtype = _check(*rows, logits_cache, cache_col, cache_cols, *extras)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = _make_plan(*rows, logits_cache, cache_cols, *options, dtype)
+        plan = _plans[key] = _make_plan(*rows, logits_cache, cache_cols, *extras, dtype)
 
     num_rows = logits.shape[0]
     token = seeds.new_empty(num_rows)
@@ -281,32 +277,60 @@ def _gumbel_sample_launch(
         embedding = embed_weight.new_empty(num_rows, embed_weight.shape[1])
     if num_rows > 0:
         partial = seeds.new_empty((2 if use_fp64 else 1) * plan.num_partials)
+        if bias is None:
+            bias = logits
+        if logits_cache is None:
+            logits_cache = logits
+        # What a variant depends on beside the plan: flags, and pointers that are read in vectors.
+        variant = (
+            apply_temperature,
+            use_fp64,
+            logits.data_ptr() % 16 == 0,
+            bias.data_ptr() % 16 == 0,
+            logits_cache.data_ptr() % 16 == 0,
+            embed_weight is None or embed_weight.data_ptr() % 16 == 0,
+        )
+        sampler, finish = plan.variants.get(variant, (None, None))
         with on_device(logits):
-            _gumbel_sample_kernel[(plan.num_partials,)](
-                partial_ptr=partial,
-                logits_ptr=logits,
-                bias_ptr=logits if bias is None else bias,
-                idx_mapping_ptr=idx_mapping,
-                temperature_ptr=temperature,
-                seeds_ptr=seeds,
-                pos_ptr=pos,
-                cache_ptr=logits if logits_cache is None else logits_cache,
-                col_ptr=pos if cache_cols is None else cache_cols,
-                col=cache_col,
-                offset=key_offset(pos_offset, is_drafting),
-                APPLY_TEMPERATURE=apply_temperature,
-                USE_FP64=use_fp64,
-                **plan.sampler,
+            sampler = launch(
+                _gumbel_sample_kernel if sampler is None else sampler,
+                (plan.num_partials, 1, 1),
+                (
+                    partial,
+                    logits,
+                    bias,
+                    idx_mapping,
+                    temperature,
+                    seeds,
+                    pos,
+                    logits_cache,
+                    pos if cache_cols is None else cache_cols,
+                    *plan.sizes,
+                    cache_col,
+                    key_offset(pos_offset, is_drafting),
+                    apply_temperature,
+                    use_fp64,
+                    *plan.strides,
+                ),
+                None if sampler is not None else plan.options,
             )
-            _gumbel_sample_finish_kernel[(num_rows,)](
-                token_ptr=token,
-                draft_ptr=token if draft_tokens is None else draft_tokens,
-                embedding_ptr=token if embedding is None else embedding,
-                partial_ptr=partial,
-                weight_ptr=token if embed_weight is None else embed_weight,
-                USE_FP64=use_fp64,
-                **plan.finish,
+            finish = launch(
+                _gumbel_sample_finish_kernel if finish is None else finish,
+                (num_rows, 1, 1),
+                (
+                    token,
+                    token if draft_tokens is None else draft_tokens,
+                    token if embedding is None else embedding,
+                    partial,
+                    token if embed_weight is None else embed_weight,
+                    use_fp64,
+                    *plan.finish_sizes,
+                    *plan.finish_flags,
+                ),
+                None if finish is not None else plan.finish_options,
             )
+        if variant not in plan.variants and sampler is not None:
+            plan.variants[variant] = (sampler, finish)
     return token if embedding is None else (token, embedding)
 
 

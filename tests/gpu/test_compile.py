@@ -211,10 +211,12 @@ def test_four_kernels_a_step() -> None:
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not event.name.startswith(("Memset", "Memcpy"))
     ]
-    # The biases that this test returns are stacked by one more kernel a step at most.
     assert sum("gumbel_sample" in name for name in names) == 2 * STEPS
     assert not any("gumbel_block" in name or "argmax" in name for name in names)
-    assert len([name for name in names if "stack" not in name and "cat" not in name]) <= 4 * STEPS
+    # Beside the sampler's two a step has its GEMM (which may be split into two kernels) and the
+    # copy of its bias into the stack that this test returns; the first one looks its anchor up.
+    others = [name for name in names if "gumbel_sample" not in name]
+    assert len(others) <= 3 * STEPS + 1, others
 
 
 def test_memory_of_a_compiled_step_is_that_of_its_bias() -> None:
