@@ -52,11 +52,17 @@ class DraftStep(nn.Module):
         pos: Tensor,
         logits_cache: Tensor,
         draft_tokens: Tensor,
+        biases: list[Tensor] | None = None,
     ) -> Tensor:
-        """Sample the N tokens one after the other from base [B, N, V]; the rest as in forward."""
+        """Sample the N tokens one after the other from base [B, N, V]; the rest as in forward.
+
+        biases, if given, collects the bias [B, V] of every step, for a look at sampler inputs.
+        """
         prev = anchor
         for i in range(base.shape[1]):
             bias = F.linear(F.embedding(prev, self.draft.markov_w1), self.draft.markov_w2)
+            if biases is not None:
+                biases.append(bias)
             logits = base[:, i] + bias
             block_max, block_argmax = dspark_ops.gumbel_block_argmax(
                 logits,

@@ -266,7 +266,7 @@ def main() -> None:
 
     target = train_target(target_config, train, held_out, steps(TARGET_STEPS), dropout=0.2)
     save(args.out / "target", target, target_config)
-    tokenizer.save(str(args.out / "tokenizer.json"))
+    tokenizer.save(str(args.out / "tokenizer.json"), pretty=False)
     for path in PAIR.glob("corpus.*"):
         if args.out != PAIR:
             shutil.copy(path, args.out)
