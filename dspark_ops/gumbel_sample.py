@@ -281,15 +281,12 @@ def _gumbel_sample_launch(
             bias = logits
         if logits_cache is None:
             logits_cache = logits
-        # What a variant depends on beside the plan: flags, and pointers that are read in vectors.
-        variant = (
-            apply_temperature,
-            use_fp64,
-            logits.data_ptr() % 16 == 0,
-            bias.data_ptr() % 16 == 0,
-            logits_cache.data_ptr() % 16 == 0,
-            embed_weight is None or embed_weight.data_ptr() % 16 == 0,
-        )
+        # A variant depends on the plan, the flags, and which pointers can be read in vectors. Only
+        # that for which all can is kept; others are looked up at each call.
+        pointers = logits.data_ptr() | bias.data_ptr() | logits_cache.data_ptr()
+        if embed_weight is not None:
+            pointers |= embed_weight.data_ptr()
+        variant = (apply_temperature, use_fp64, pointers % 16 == 0)
         sampler, finish = plan.variants.get(variant, (None, None))
         with on_device(logits):
             sampler = launch(
@@ -329,7 +326,7 @@ def _gumbel_sample_launch(
                 ),
                 None if finish is not None else plan.finish_options,
             )
-        if variant not in plan.variants and sampler is not None:
+        if variant not in plan.variants and variant[-1] and sampler is not None:
             plan.variants[variant] = (sampler, finish)
     return token if embedding is None else (token, embedding)
 

@@ -40,10 +40,10 @@ class Step:
         generator = torch.Generator("cuda").manual_seed(seed)
         rows = len(self.prev)
         self.base.normal_(generator=generator)
-        self.prev.random_(0, VOCAB, generator=generator)
+        self.prev.random_(0, len(self.w1), generator=generator)
         self.w1.normal_(0, 0.3, generator=generator)
         self.w2.normal_(0, 0.3, generator=generator)
-        slots = torch.randperm(SLOTS, device="cuda", generator=generator)[:rows]
+        slots = torch.randperm(len(self.seeds), device="cuda", generator=generator)[:rows]
         self.idx_mapping.copy_(slots[:, None].expand(rows, STEPS))
         self.temperature.uniform_(0.3, 1.5, generator=generator)
         self.temperature[slots[0]] = 0.0
@@ -215,13 +215,14 @@ def test_four_kernels_a_step() -> None:
     assert not any("gumbel_block" in name or "argmax" in name for name in names)
     # Beside the sampler's two a step has its GEMM (which may be split into two kernels) and the
     # copy of its bias into the stack that this test returns; the first one looks its anchor up.
-    others = [name for name in names if "gumbel_sample" not in name]
+    # cuBLAS clears the counters of a split GEMM by a fill, the memset that does not count.
+    others = [name for name in names if "gumbel_sample" not in name and "FillFunctor" not in name]
     assert len(others) <= 3 * STEPS + 1, others
 
 
 def test_memory_of_a_compiled_step_is_that_of_its_bias() -> None:
     rows, vocab, slots = 8, 131072, 1000
-    step = make_step(rows, vocab=vocab, slots=1)
+    step = make_step(rows, vocab=vocab)
     big_cache = torch.zeros(slots, 4, vocab, device="cuda", dtype=torch.bfloat16)  # 1 GB
     temperature = torch.ones(slots, device="cuda")
     seeds = torch.arange(slots, device="cuda")
