@@ -1,0 +1,88 @@
+"""The shipped pair is good, its layout is the published one, its script trains from nothing."""
+
+import importlib
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_the_draft_is_good_and_its_bias_matters() -> None:
+    pair = example("draft_model").load_pair(EXAMPLES / "pair")
+    results = example("evaluate_pair").evaluate(pair, rounds=256)
+    draft, without_bias, bigram = (result.accepted for result in results.values())
+    assert draft >= 1.5 * bigram
+    assert draft + 1 >= 1.5 * (bigram + 1)
+    assert without_bias < draft
+
+
+def test_the_checkpoint_has_the_published_layout() -> None:
+    config = json.loads((EXAMPLES / "pair/draft/config.json").read_text())
+    for key in (
+        "block_size",
+        "markov_rank",
+        "markov_head_type",
+        "draft_vocab_size",
+        "mask_token_id",
+        "sample_from_anchor",
+    ):
+        assert key in config
+    assert config["draft_vocab_size"] > 1024
+    files = [path for path in (EXAMPLES / "pair").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 6_000_000
+
+
+def test_a_changed_corpus_is_refused(tmp_path: Path) -> None:
+    record = json.loads((EXAMPLES / "pair/corpus.json").read_text())
+    data = lzma.decompress((EXAMPLES / "pair" / record["file"]).read_bytes())
+    (tmp_path / record["file"]).write_bytes(lzma.compress(data.replace(b"the", b"thy", 1)))
+    (tmp_path / "corpus.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=record["sha256"]):
+        example("corpus").read_corpus(tmp_path)
+
+
+def test_training_from_nothing_writes_a_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "train_pair.py", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=EXAMPLES, capture_output=True, timeout=600)
+    pair = example("draft_model").load_pair(tmp_path)
+    assert pair.draft.markov_w1.shape[0] == 4096
+
+
+def test_verification_keeps_the_targets_distribution() -> None:
+    verify = example("verify")
+    torch.manual_seed(0)
+    rows, steps, vocab = 40_000, 2, 5
+    target_logits = torch.randn(1, steps + 1, vocab).expand(rows, -1, -1)
+    draft_logits = torch.randn(1, steps, vocab).expand(rows, -1, -1)
+    temperature = torch.full((rows,), 0.8)
+    q = verify.distribution(draft_logits, temperature)
+    tokens = torch.multinomial(q.flatten(0, 1), 1).view(rows, steps)
+    verdict = verify.verify(target_logits, draft_logits, tokens, temperature)
+    expected = verify.distribution(target_logits[:1], temperature[:1])[0, 0] * rows
+    counts = torch.bincount(verdict.tokens[:, 0], minlength=vocab)
+    # chi-square, 4 degrees of freedom: 1e-6 of false alarms.
+    assert float(((counts - expected) ** 2 / expected).sum()) < 33.4
+    greedy = verify.verify(target_logits[:4], draft_logits[:4], tokens[:4], torch.zeros(4))
+    best = target_logits[0].argmax(-1)
+    for row in range(4):
+        count = 0
+        while count < steps and tokens[row, count] == best[count]:
+            count += 1
+        assert int(greedy.num_accepted[row]) == count
+        assert greedy.tokens[row].tolist() == [*best[: count + 1].tolist(), *[-1] * (steps - count)]
