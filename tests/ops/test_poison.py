@@ -15,7 +15,7 @@ class _DoesNothing:
     """A kernel that writes nothing."""
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda **kwargs: None
+        return lambda *args, **kwargs: None
 
 
 def _silence(monkeypatch: pytest.MonkeyPatch, op: str, *kernels: str) -> None:

@@ -172,11 +172,11 @@ def test_b1_14_nan_row_leaves_its_neighbours_alone(sampler) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_b1_22_ids_stay_below_the_real_vocabulary(sampler, temperature: float) -> None:
     """Storage of 1024 columns, the last 24 full of zeros, real logits all -5."""
-    storage = torch.zeros(64, 1024, device=sampler.device)
+    storage = torch.zeros(12, 1024, device=sampler.device)
     storage[:, :1000] = -5.0
-    inputs = make_inputs(sampler.device, 1, (0,) * 64, temperatures=(temperature,))
+    inputs = make_inputs(sampler.device, 1, (0,) * 12, temperatures=(temperature,))
     inputs.logits = storage[:, :1000]
-    inputs.pos = torch.arange(64, device=sampler.device)
+    inputs.pos = torch.arange(12, device=sampler.device)
     token = check(sampler, inputs.args)
     assert ((token >= 0) & (token < 1000)).all()
     assert (storage[:, 1000:] == 0).all()
@@ -235,7 +235,7 @@ def test_cache_holds_logits_before_temperature(sampler, dtype: torch.dtype) -> N
 COLUMNS = {
     "int": 1,
     "int_beyond": 3,
-    "int_far_beyond": 2**40,
+    "int_far_beyond": 2**31 - 1,
     "scalar_i32": torch.tensor(2, dtype=torch.int32),
     "scalar_i64": torch.tensor(0),
     "scalar_beyond": torch.tensor(3),
@@ -427,3 +427,22 @@ def test_misaligned_slices(sampler) -> None:
 
     args = tuple(slice_of(x, 3 if x is inputs.pos else 1) for x in inputs.args)
     assert torch.equal(sampler(*args), wanted)
+
+
+@pytest.mark.xfail(reason="an empty tensor's strides are checked", strict=True)
+def test_empty_batch_of_any_strides(sampler) -> None:
+    """torch calls a tensor without elements contiguous whatever its strides."""
+    inputs = make_inputs(sampler.device, 12, ())
+    inputs.logits = torch.empty(0, 12, device=sampler.device).as_strided((0, 12), (0, 0))
+    assert inputs.logits.is_contiguous()
+    check(sampler, inputs.args)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_narrow_slots_of_a_large_table(sampler, dtype: torch.dtype) -> None:
+    """S beyond the range of the dtype of idx_mapping: a comparison in that dtype would wrap."""
+    if sampler.ops.__name__ == "Reference":
+        pytest.xfail("S is compared in the dtype of idx_mapping")
+    inputs = make_inputs(sampler.device, 90, (100, 7), temperatures=(0.9,) * 300)
+    inputs.idx_mapping = inputs.idx_mapping.to(dtype)
+    check(sampler, inputs.args)
