@@ -85,8 +85,10 @@ def _operands(add: Node) -> tuple[Node, Node]:
         raise LeftAlone(f"{described(add)} scales the bias by alpha={arguments['alpha']}")
     operands = [arguments["self"], arguments["other"]]
     for operand in operands:
-        if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
+        value = operand.meta.get("val") if isinstance(operand, Node) else operand
+        if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
             raise LeftAlone(f"{described(add)} adds the scalar {operand}, not a bias tensor")
+        value_of(operand, "an operand of the add")
     total = value_of(add, "the biased logits")
     if statically_known_true(total.shape[0] == 0):
         # Inductor gives an empty view of the base strides that the op refuses.
