@@ -15,16 +15,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-HERE = Path(__file__).parent
-POISONED = (HERE / "ops", HERE / "gpu")
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 
-@pytest.fixture(autouse=True)
-def poisoned_empty(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
     """Fill what ``empty`` and ``new_empty`` return; seen to reach the ops in ops/test_poison.py."""
-    if request.path.parent not in POISONED:
-        yield
-        return
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -42,5 +38,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a GPU")
     for item in items:
-        if item.path.parent == HERE / "gpu":
+        if item.path.parent == GPU_TESTS:
             item.add_marker(skip)

@@ -127,7 +127,7 @@ def test_b1_16_tail_of_fp32_noise() -> None:
     """
     logits = torch.full((262144,), -12.0)
     logits[0] = 0.0
-    num = 300
+    num = 100
     hits = int((draw(logits, num) > 0).sum())
     chance = 262144 * math.exp(-12) / (1 + 262144 * math.exp(-12))
     assert abs(hits - num * chance) < 4.9 * math.sqrt(num * chance * (1 - chance))
@@ -139,10 +139,10 @@ def test_b1_10_equal_logits_share_the_mass() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_b1_22_1e5_ids_below_the_real_vocabulary(temperature: float) -> None:
+def test_b1_22_ids_below_the_real_vocabulary(temperature: float) -> None:
     storage = torch.zeros(1, 1024)
     storage[:, :1000] = -5.0
-    ids = draw(storage[:, :1000], 100_000, temperature=temperature)
+    ids = draw(storage[:, :1000], 20_000, temperature=temperature)
     assert ids.min() == 0
     assert ids.max() < 1000
     assert (ids.unique().numel() == 1) == (temperature == 0.0)
