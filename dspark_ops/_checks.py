@@ -31,7 +31,7 @@ def check_dtype(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 def check_last_stride(name: str, x: Tensor) -> None:
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+    if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
         raise ValueError(
             f"{name} must be contiguous in its last dimension; got strides {tuple(x.stride())} for "
             f"shape {tuple(x.shape)}; call .contiguous() on it"

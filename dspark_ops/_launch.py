@@ -39,10 +39,10 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def launch(
     kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, Any] | None
 ) -> Any:
-    """Launch with ``args`` in the order of the kernel's parameters; return what can be launched next.
+    """Launch with ``args`` in the order of the kernel's parameters; return what to launch next.
 
     With ``options`` the kernel is a jitted function, which looks its variant up by the arguments,
-    27 us for 30 of them, and returns it; a compiled variant, without options, is launched as it is.
+    27 us for 30 of them, and returns it; a compiled variant, without options, is launched as is.
     Triton's interpreter returns None: there is nothing to keep.
     """
     if options is None:

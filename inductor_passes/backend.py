@@ -9,7 +9,7 @@ put into the same slot, by option or by config, keeps running.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -83,4 +83,6 @@ def register() -> None:
         return
     from torch._dynamo.backends.registry import register_backend
 
-    register_backend(dspark, name="dspark")
+    # A module that is imported again, by a notebook's reload, finds the name taken by itself.
+    with suppress(AssertionError):
+        register_backend(dspark, name="dspark")

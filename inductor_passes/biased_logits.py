@@ -90,9 +90,6 @@ def _operands(add: Node) -> tuple[Node, Node]:
             raise LeftAlone(f"{described(add)} adds the scalar {operand}, not a bias tensor")
         value_of(operand, "an operand of the add")
     total = value_of(add, "the biased logits")
-    if statically_known_true(total.shape[0] == 0):
-        # Inductor gives an empty view of the base strides that the op refuses.
-        raise LeftAlone("the batch is empty, there is nothing to sample")
     shapes = [operand.meta["val"].shape for operand in operands]
     if same_shape(shapes[0], total.shape):
         base, bias = operands

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_passes.base import LeftAlone, readers, same_shape, stream_of, value_of
-from inductor_passes.calls import Call, arguments_of, is_call_to, is_getitem
+from inductor_passes.calls import Call, arguments_of, find_call_nodes, is_call_to, is_getitem
 from inductor_passes.source_lines import described
 from inductor_passes.storage import is_view
 
@@ -117,15 +117,20 @@ def find_gather(call: Call) -> tuple[Node, list[Node]]:
                 source = arguments_of(reader)["self"]
                 if source is result or source in through:
                     return reader, [result, *through]
-    other = _gather_of_another(call)
+    other = _gather_by_the_maxima(call)
     if other is not None:
-        raise LeftAlone(
-            f"two block ops share {described(other)}: it reads the other one's block_argmax"
-        )
+        source = arguments_of(other)["self"]
+        while is_call_to(source, *_RESHAPES):
+            source = source.args[0]
+        if is_getitem(source) and source.args[0] in find_call_nodes(call.node.graph, BLOCK_OPS):
+            raise LeftAlone(
+                f"two block ops share {described(other)}: it reads the other one's block_argmax"
+            )
+        raise LeftAlone(f"{described(other)} reads {described(source)}, not block_argmax")
     raise LeftAlone("block_argmax is not read by a gather: no token is chosen here")
 
 
-def _gather_of_another(call: Call) -> Node | None:
+def _gather_by_the_maxima(call: Call) -> Node | None:
     """A gather whose index is chosen among the maxima of ``call``."""
     reached = [reader for result in call.results(0) for reader in readers(result)]
     for node in reached:

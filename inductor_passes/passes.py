@@ -19,6 +19,7 @@ from torch.fx import Graph
 import dspark_ops
 from inductor_passes.base import Fusion
 from inductor_passes.combine_fusion import CombineFusion
+from inductor_passes.eager_rounding import keep_adds_apart
 from inductor_passes.sampler_fusion import SamplerFusion
 from inductor_passes.sites import Report, record
 
@@ -83,6 +84,7 @@ class DsparkPasses(CustomGraphPass):
                 seen.sites += fusion.apply(graph, options["dspark.strict"])
             else:
                 seen.notes.append(f"{fusion.name} is switched off")
+        keep_adds_apart(graph)
         if options["dspark.strict"]:
             graph.lint()
         record(seen)
