@@ -11,6 +11,7 @@ from torch import Tensor
 
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COL = 2**31 - 1
+MAX_VOCAB = 2**30  # offsets of a tile past the end stay in int32
 INDEX_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -61,8 +62,8 @@ def check_logits(logits: Tensor) -> None:
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape [B, V]; got {tuple(logits.shape)}")
     vocab = logits.shape[1]
-    if vocab < 1 or vocab >= 2**31:
-        raise ValueError(f"logits must have 1 <= V < 2^31 columns; got {tuple(logits.shape)}")
+    if vocab < 1 or vocab > MAX_VOCAB:
+        raise ValueError(f"logits must have 1 <= V <= 2^30 columns; got {tuple(logits.shape)}")
     if logits.stride(1) != 1 and vocab > 1:
         check_last_stride("logits", logits)
 

@@ -15,7 +15,7 @@ NUM_KINDS = 8
 
 
 def put_special_rows(logits: Tensor, first_kind: int = 0) -> None:
-    """Rows of every kind by turns: usual, ties, coarse, NaN, -inf, inf beside NaN, sparse, one id."""
+    """Rows by turns usual, tied, coarse, with NaN, of -inf, with inf and NaN, sparse, of one id."""
     vocab = logits.shape[1]
     middle, last = vocab // 2, vocab - 1
     for row in range(logits.shape[0]):

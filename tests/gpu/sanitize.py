@@ -3,10 +3,10 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
     (also: --tool racecheck, --tool initcheck)
 
-Without the caching allocator each tensor is an allocation of its own, so that a read or a write past
-its end is seen. Outputs are not poisoned under initcheck, which would count the poison as a write:
-pass ``--poison`` with the other tools. Results are compared with the CPU reference; the exit status
-is 1 if one differs.
+Without the caching allocator each tensor is an allocation of its own, so that a read or a write
+past its end is seen. Outputs are not poisoned under initcheck, which would count the poison as a
+write: pass ``--poison`` with the other tools. Results are compared with the CPU reference; the exit
+status is 1 if one differs.
 """
 
 import sys

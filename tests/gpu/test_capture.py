@@ -106,7 +106,7 @@ def test_block_argmax_and_combine_follow_their_inputs() -> None:
 
 
 def test_loop_of_steps_follows_its_inputs() -> None:
-    """Steps that feed on each other, as a draft loop does: each reads the token of the one before."""
+    """Steps that feed on each other, as a draft loop does: each reads the token before it."""
     rows, steps = 4, 5
     inputs = make_inputs(rows, VOCAB, BF16, seed=0)
     table = make_bias(VOCAB, 64, BF16, seed=3) * 4

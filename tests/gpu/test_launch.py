@@ -1,4 +1,4 @@
-"""What a call costs beside its result: memory, copies, compilations; and which kernel it launches."""
+"""What a call costs beside its result: memory, copies, compilations; which kernel is launched."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -188,7 +188,7 @@ def base_by_chunk(x):
 
 @fused()
 def base_computed(x):
-    return sample(x.other.sin() + x.bias, x)
+    return sample(x.other.abs() + x.bias, x)
 
 
 @fused()
@@ -442,12 +442,12 @@ def cache_offset_in_the_vocabulary(x):
 @fused()
 def cache_read_afterwards(x):
     token = sample(x.base[:, 0] + x.bias, x)
-    return token, x.logits_cache[:, 0] * 2
+    return token, x.logits_cache[:, 0] == 7
 
 
 @fused()
 def cache_read_before(x):
-    before = x.logits_cache[:, 0].sin()
+    before = x.logits_cache[:, 0] == 7
     return sample(x.base[:, 0] + x.bias, x), before
 
 
@@ -590,7 +590,7 @@ def next_embedding_of_a_small_table(x):  # fewer rows than ids: not the sampler'
 def confidence_head_reads_the_embedding(x):
     token = sample(x.base[:, 0] + x.bias, x)
     embedding = F.embedding(token, x.w1)
-    return embedding, embedding.float().sum(-1).sigmoid()
+    return embedding, embedding.float().amax(-1)
 
 
 @fused()

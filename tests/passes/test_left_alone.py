@@ -1,4 +1,4 @@
-"""What only looks like the sampler is left alone, with a reason, and computes what eager computes."""
+"""What only looks like the sampler is left alone, with a reason, and equals eager."""
 
 import pytest
 

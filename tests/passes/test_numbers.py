@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .compiling import SAMPLER, Compiled
 from .inputs import BF16, DTYPES, Inputs, assert_as_eager, copied, make_inputs
-from .spellings import FUSED, choose, block_op_uncached, sample
+from .spellings import FUSED, block_op_uncached, choose, sample
 
 
 def step(x: Inputs) -> Tensor:
@@ -73,21 +73,29 @@ def test_vocabularies(vocab: int) -> None:
     assert compiled.fused(SAMPLER) == 4
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 64])
 def test_batches(num_rows: int) -> None:
     compiled = Compiled(step)
     assert_as_eager(compiled, step, make_inputs(num_rows))
     assert compiled.fused(SAMPLER) == 4
 
 
-def test_batch_becomes_dynamic() -> None:
-    """The second batch size makes it a symbol; 0 and 1 are graphs of their own."""
+def test_empty_batch() -> None:
     compiled = Compiled(step)
-    for num_rows in (4, 2, 3, 8, 64, 1, 0, 9):
+    assert_as_eager(compiled, step, make_inputs(0))
+    for reason in compiled.reasons(SAMPLER):
+        assert "the batch is empty" in reason
+
+
+def test_batch_becomes_dynamic() -> None:
+    """The second batch size makes it a symbol; 0 and 1 have graphs of their own."""
+    compiled = Compiled(step)
+    for num_rows in (4, 2, 3, 8, 64, 1, 9, 7):
         assert_as_eager(compiled, step, make_inputs(num_rows, seed=num_rows))
-    assert len(compiled.graphs) == 4
+    assert len(compiled.graphs) == 3
     assert compiled.fused(SAMPLER) == 4 * len(compiled.graphs)
     assert compiled.reasons(SAMPLER) == []
+    assert_as_eager(compiled, step, make_inputs(0))
 
 
 def test_first_rows_of_the_draft_tokens() -> None:
