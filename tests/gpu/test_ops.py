@@ -104,7 +104,10 @@ def test_kernels_equal_the_model(vocab: int, dtype: torch.dtype, use_fp64: bool)
 
 
 def test_kernels_equal_the_cpu_reference() -> None:
-    """Cache bits and greedy ids equal; sampled ids too, for these inputs."""
+    """Cache bits and greedy ids equal; sampled ids too, for these inputs.
+
+    A NaN counts as one value: ``torch.add`` itself gives NaN other bits on a GPU than on a CPU.
+    """
     inputs = make_inputs(64, 30_000, BF16, seed=8, first_kind=0)
     on_cpu = tuple(x.cpu() for x in inputs.args)
     bias = make_bias(64, 30_000, BF16)
@@ -112,7 +115,9 @@ def test_kernels_equal_the_cpu_reference() -> None:
     cpu_cache = cache.cpu()
     token = dspark_ops.gumbel_sample(*inputs.args, bias=bias, logits_cache=cache, cache_col=0)
     wanted = dspark_ops.gumbel_sample(*on_cpu, bias=bias.cpu(), logits_cache=cpu_cache, cache_col=0)
-    assert same_bits(cache.cpu(), cpu_cache)
+    nan = cpu_cache.isnan()
+    assert torch.equal(cache.cpu().isnan(), nan)
+    assert same_bits(cache.cpu().masked_fill(nan, 0.0), cpu_cache.masked_fill(nan, 0.0))
     slot = inputs.idx_mapping.long()
     temperature = torch.where(slot >= 0, inputs.temperature[slot], 0.0)
     greedy = ~(temperature >= torch.tensor(1e-5, device="cuda")).cpu()
@@ -171,7 +176,7 @@ def test_b6_04_cache_and_logits_beyond_2_31_elements() -> None:
         assert storage[2**31 + 77] == 5.0
         assert storage[2**31 + 78] == 4.0
         written = torch.zeros(2**31 + 4096, dtype=torch.bool, device="cuda")
-        written[stride : stride + vocab] = True
+        written[:vocab] = True  # slot 0; row 0 is inert, no row has slot 1
         written[2**31 : 2**31 + vocab] = True
         assert torch.equal(storage != 7.0, written)
 
