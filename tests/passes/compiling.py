@@ -5,6 +5,7 @@ runs Dynamo, AOTAutograd and every graph pass of Inductor with ours, then the fi
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,14 +126,15 @@ def _line(node: Any) -> str:
 
 
 def renamed(lines: Sequence[str]) -> str:
-    """The lines with inputs called arg0, arg1, ... and sizes s0, s1, ... in order."""
+    """The lines, wrapped, with inputs called arg0, arg1, ... and sizes s0, s1, ... in order."""
     text = "\n".join(lines)
     for pattern, stem in ((r"\barg\d+_\d+\b", "arg"), (r"\b[suz]\d+\b", "s")):
         seen: dict[str, str] = {}
         for name in re.findall(pattern, text):
             seen.setdefault(name, f"{stem}{len(seen)}")
         text = re.sub(pattern, lambda match, seen=seen: seen[match.group()], text)
-    return text
+    wrap = textwrap.TextWrapper(96, subsequent_indent="    ", break_long_words=False)
+    return "\n".join(line for long in text.splitlines() for line in wrap.wrap(long))
 
 
 def ops_in(lines: Sequence[str]) -> set[str]:

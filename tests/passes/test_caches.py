@@ -92,14 +92,26 @@ def test_changed_source_misses(tmp_path: Path, changed: str) -> None:
     assert other_uuid != uuid
 
 
-def test_uuid_follows_the_schemas() -> None:
-    code = """
-        import torch, inductor_passes
-        from dspark_ops._library import LIBRARY
-        uuid = lambda: inductor_passes.options()["post_grad_custom_pre_pass"].uuid()
-        before = uuid()
-        print(uuid() == before)
-        LIBRARY.define("another_op(Tensor x) -> Tensor")
-        print(uuid() == before)
-    """
-    assert run_fresh(code) == ["True", "False"]
+def test_uuid_follows_the_schemas_and_tags() -> None:
+    """Of every op that is there when the passes are imported."""
+
+    def uuid(define: str) -> str:
+        code = f"""
+import torch, dspark_ops
+from dspark_ops._library import LIBRARY
+{define}
+import inductor_passes
+print(inductor_passes.options()["post_grad_custom_pre_pass"].uuid())
+"""
+        (printed,) = run_fresh(code)
+        return printed
+
+    op = 'LIBRARY.define("another_op(Tensor x) -> Tensor"'
+    uuids = [
+        uuid(""),
+        uuid(op + ")"),
+        uuid(op.replace("x)", "(a!) x)") + ")"),
+        uuid(op + ", tags=(torch.Tag.pt2_compliant_tag,))"),
+    ]
+    assert len(set(uuids)) == len(uuids)
+    assert uuid("") == uuids[0]

@@ -61,7 +61,7 @@ def test_table_expected(capsys: pytest.CaptureFixture[str]) -> None:
     for comment in ("fused", "read"):
         printed = printed.replace(f"{Path(__file__).name}:{line_with(comment)}", f"f.py:{comment}")
     lines = [" ".join(line.split()) for line in printed.splitlines()]
-    lines = [line.split("the biased logits")[0] for line in lines]
+    lines = [line.split(" the biased logits")[0] for line in lines]
     assert_expected_inline(
         "\n".join(lines),
         """\
