@@ -18,7 +18,9 @@ FLAG_ARGS = (
 
 def key_offset(pos_offset: int, is_drafting: bool) -> int:
     """What is added to ``pos`` for the noise key, as the int32 with the same low word."""
-    offset = pos_offset + (DRAFT_POSITION_OFFSET if is_drafting else 0)
+    offset = pos_offset + DRAFT_POSITION_OFFSET if is_drafting else pos_offset
+    if -0x80000000 <= offset <= 0x7FFFFFFF:
+        return offset
     return (offset + 0x80000000 & 0xFFFFFFFF) - 0x80000000
 
 
