@@ -266,7 +266,7 @@ def test_bound_is_never_below_the_noise(use_fp64: bool) -> None:
     r = torch.tensor(EDGE_HASHES + powers + random, device=Kernel.device)
     values = torch.empty(r.numel(), dtype=torch.float64, device=Kernel.device)
     bounds = torch.empty(r.numel(), device=Kernel.device)
-    block = 16384
+    block = 4096
     _bound_kernel[(triton.cdiv(r.numel(), block),)](
         values, bounds, r, r.numel(), USE_FP64=use_fp64, BLOCK=block
     )
