@@ -92,7 +92,8 @@ def row_arguments(
         _checks.check_is_tensor("temperature", temperature)
         _checks.check_is_tensor("seeds", seeds)
         _checks.check_is_tensor("pos", pos)
-    _checks.check_is_int("pos_offset", pos_offset)
+    if type(pos_offset) is not int:
+        _checks.check_is_int("pos_offset", pos_offset)
     return logits, idx_mapping, temperature, seeds, pos
 
 
@@ -111,5 +112,6 @@ def cache_arguments(
     _checks.check_is_tensor("logits_cache", logits_cache)
     if isinstance(cache_col, Tensor):
         return logits_cache, 0, cache_col
-    _checks.check_is_int("cache_col", cache_col)
+    if type(cache_col) is not int:
+        _checks.check_is_int("cache_col", cache_col)
     return logits_cache, cache_col, None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import launch, launch_options, on_device
+from dspark_ops._launch import launch, launch_options
 from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._sampler_call import (
     CACHE_ARGS,
@@ -236,10 +236,30 @@ def _gumbel_sample_launch(
     apply_temperature: bool = True,
     use_fp64: bool = False,
 ) -> Any:
+    device = logits.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current one
+            return _gumbel_sample_launch(
+                logits,
+                idx_mapping,
+                temperature,
+                seeds,
+                pos,
+                logits_cache,
+                cache_col,
+                cache_cols,
+                draft_tokens,
+                embed_weight,
+                bias,
+                pos_offset,
+                is_drafting,
+                apply_temperature,
+                use_fp64,
+            )
     # Written out: a call of a helper for each tensor costs as much as what it reads.
     # fmt: off
     key: tuple[Any, ...] = (
-        logits.dtype, logits.shape, logits.stride(), logits.get_device(),
+        logits.dtype, logits.shape, logits.stride(), device,
         idx_mapping.dtype, idx_mapping.shape, idx_mapping.stride(), idx_mapping.get_device(),
         temperature.dtype, temperature.shape, temperature.stride(), temperature.get_device(),
         seeds.dtype, seeds.shape, seeds.stride(), seeds.get_device(),
@@ -288,44 +308,43 @@ def _gumbel_sample_launch(
             pointers |= embed_weight.data_ptr()
         variant = (apply_temperature, use_fp64, pointers % 16 == 0)
         sampler, finish = plan.variants.get(variant, (None, None))
-        with on_device(logits):
-            sampler = launch(
-                _gumbel_sample_kernel if sampler is None else sampler,
-                (plan.num_partials, 1, 1),
-                (
-                    partial,
-                    logits,
-                    bias,
-                    idx_mapping,
-                    temperature,
-                    seeds,
-                    pos,
-                    logits_cache,
-                    pos if cache_cols is None else cache_cols,
-                    *plan.sizes,
-                    cache_col,
-                    key_offset(pos_offset, is_drafting),
-                    apply_temperature,
-                    use_fp64,
-                    *plan.strides,
-                ),
-                None if sampler is not None else plan.options,
-            )
-            finish = launch(
-                _gumbel_sample_finish_kernel if finish is None else finish,
-                (num_rows, 1, 1),
-                (
-                    token,
-                    token if draft_tokens is None else draft_tokens,
-                    token if embedding is None else embedding,
-                    partial,
-                    token if embed_weight is None else embed_weight,
-                    use_fp64,
-                    *plan.finish_sizes,
-                    *plan.finish_flags,
-                ),
-                None if finish is not None else plan.finish_options,
-            )
+        sampler = launch(
+            _gumbel_sample_kernel if sampler is None else sampler,
+            (plan.num_partials, 1, 1),
+            (
+                partial,
+                logits,
+                bias,
+                idx_mapping,
+                temperature,
+                seeds,
+                pos,
+                logits_cache,
+                pos if cache_cols is None else cache_cols,
+                *plan.sizes,
+                cache_col,
+                key_offset(pos_offset, is_drafting),
+                apply_temperature,
+                use_fp64,
+                *plan.strides,
+            ),
+            None if sampler is not None else plan.options,
+        )
+        finish = launch(
+            _gumbel_sample_finish_kernel if finish is None else finish,
+            (num_rows, 1, 1),
+            (
+                token,
+                token if draft_tokens is None else draft_tokens,
+                token if embedding is None else embedding,
+                partial,
+                token if embed_weight is None else embed_weight,
+                use_fp64,
+                *plan.finish_sizes,
+                *plan.finish_flags,
+            ),
+            None if finish is not None else plan.finish_options,
+        )
         if variant not in plan.variants and variant[-1] and sampler is not None:
             plan.variants[variant] = (sampler, finish)
     return token if embedding is None else (token, embedding)
