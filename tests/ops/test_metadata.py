@@ -41,6 +41,7 @@ REFUSED = [
     ("logits", torch.ones(V), ValueError, r"have shape \[B, V\]; got \(10,\)"),
     ("logits", torch.ones(B, 1, V), ValueError, r"have shape \[B, V\]; got \(3, 1, 10\)"),
     ("logits", torch.ones(B, 0), ValueError, r"have 1 <= V .*; got \(3, 0\)"),
+    ("logits", meta(B, 2**30 + 1), ValueError, r"have 1 <= V .*; got \(3, 1073741825\)"),
     ("logits", torch.ones(V, B).t(), ValueError, r"be contiguous .* strides \(1, 3\)"),
     ("logits", torch.ones(B, 2 * V)[:, ::2], ValueError, r"be contiguous .* strides \(20, 2\)"),
     ("idx_mapping", [0, 1, 2], TypeError, r"be a Tensor, got list: \[0, 1, 2\]"),
