@@ -21,15 +21,14 @@ class NearMiss:
     function: Callable[[Inputs], Any]
     reasons: tuple[str, ...]  # a phrase of each
     combined: int
-    fused: int  # sites of the same function that are fused
 
 
 LEFT_ALONE: dict[str, NearMiss] = {}
 
 
-def left_alone(*reasons: str, combined: int = 1, fused: int = 0) -> Callable[..., Any]:
+def left_alone(*reasons: str, combined: int = 1) -> Callable[..., Any]:
     def add(function: Callable[[Inputs], Any]) -> Callable[[Inputs], Any]:
-        LEFT_ALONE[function.__name__] = NearMiss(function, reasons, combined, fused)
+        LEFT_ALONE[function.__name__] = NearMiss(function, reasons, combined)
         return function
 
     return add
@@ -421,10 +420,6 @@ def every_block_gathered(x):
 
 
 SQUARE = ("argmax_over_rows", "gather_over_rows", "argmax_of_everything")
-
-
-# Writes between the add and the sampler; functional graphs have none, so these are fused or not
-# for other reasons and must be right in any case
 
 
 @left_alone("are also read by")

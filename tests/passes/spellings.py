@@ -20,15 +20,14 @@ from .inputs import Inputs
 class Spelling:
     function: Callable[[Inputs], Any]
     sites: int
-    dynamic: bool  # whether the sizes may be symbols
 
 
 FUSED: dict[str, Spelling] = {}
 
 
-def fused(sites: int = 1, dynamic: bool = True) -> Callable[..., Any]:
+def fused(sites: int = 1) -> Callable[..., Any]:
     def add(function: Callable[[Inputs], Any]) -> Callable[[Inputs], Any]:
-        FUSED[function.__name__] = Spelling(function, sites, dynamic)
+        FUSED[function.__name__] = Spelling(function, sites)
         return function
 
     return add
@@ -662,3 +661,176 @@ def draft_loop_with_reduced_vocabulary(x):
         prev = ids + x.d2t[ids]
         x.draft_tokens[:, i] = prev
     return x.draft_tokens
+
+
+# Strides, dtypes and memory that a rewrite could get wrong
+
+
+@fused()
+def base_expanded(x):
+    return sample(x.base[:1, 0].expand(x.bias.shape) + x.bias, x)
+
+
+@fused()
+def the_same_tensor_twice(x):
+    return sample(x.bias + x.bias, x)
+
+
+@fused()
+def column_of_transposed_draft_tokens(x):
+    tokens = torch.full_like(x.draft_tokens.t(), -1)
+    tokens.t()[:, 1] = sample(x.base[:, 0] + x.bias, x)
+    return tokens
+
+
+@fused()
+def row_of_draft_tokens(x):
+    tokens = torch.full_like(x.draft_tokens.t(), -1)
+    tokens[1] = sample(x.base[:, 0] + x.bias, x)
+    return tokens
+
+
+@fused()
+def every_other_row_of_draft_tokens(x):
+    tokens = torch.cat([x.draft_tokens, x.draft_tokens])
+    tokens[::2, 1] = sample(x.base[:, 0] + x.bias, x)
+    return tokens
+
+
+@fused()
+def draft_tokens_by_index_copy(x):
+    column = torch.tensor([1], device=x.base.device)
+    token = sample(x.base[:, 0] + x.bias, x)
+    return x.draft_tokens.index_copy(1, column, token[:, None])
+
+
+@fused()
+def draft_tokens_of_other_dtypes(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    columns = [torch.zeros_like(x.prev, dtype=t) for t in (torch.int8, torch.float, torch.bool)]
+    return [column.copy_(token) for column in columns]
+
+
+@fused()
+def token_wrapped_to_int8(x):
+    x.draft_tokens[:, 1] = sample(x.base[:, 0] + x.bias, x).to(torch.int8)
+
+
+@fused()
+def token_as_int32_kept(x):
+    token = sample(x.base[:, 0] + x.bias, x).int()
+    tokens = torch.zeros_like(x.draft_tokens, dtype=torch.int32)
+    tokens[:, 1] = token
+    return tokens, token, token + 1
+
+
+@fused()
+def token_in_three_buffers(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    x.prev.copy_(token)
+    x.draft_tokens[:, 1] = token
+    x.draft_tokens[:, 2] = token
+    x.d2t[: token.shape[0]] = token
+
+
+@fused()
+def token_masked_into_column(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    x.draft_tokens[:, 0] = torch.where(x.idx_mapping[:, 0] >= 0, token, -1)
+
+
+@fused()
+def old_column_summed(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    column = x.draft_tokens[:, 0]
+    total = column.sum()
+    x.draft_tokens[:, 0] = token
+    return total, column + 1
+
+
+@fused(sites=2)
+def positions_that_wrap(x):
+    first = at_position(x, x.pos[:, 0].int() + 2147483647)
+    return first, at_position(x, x.pos[:, 0] + (1 << 40), cache_col=1)
+
+
+@fused(sites=2)
+def offsets_at_the_limits(x):
+    first = at_position(x, x.pos[:, 0] - 1, pos_offset=(1 << 31) - 1)
+    return first, at_position(x, x.pos[:, 0] - 1, pos_offset=-(1 << 40), cache_col=1)
+
+
+@fused(sites=2)
+def positions_of_small_dtypes(x):  # wrap at 8 and 16 bit before they key the noise
+    first = at_position(x, (x.pos[:, 0] % 250).to(torch.uint8) - 5)
+    return first, at_position(x, x.pos[:, 0].to(torch.int16) + 32000, cache_col=1)
+
+
+@fused()
+def position_plus_a_size(x):
+    return at_position(x, x.pos[:, 0] + x.pos.shape[0])
+
+
+@fused(sites=2)
+def column_chosen_by_the_token(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    return sample(x.base[:, 1] + x.bias, x, cache_col=token % 3)
+
+
+@fused(sites=2)
+def cached_logits_as_the_next_base(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    base = x.logits_cache[: x.bias.shape[0], 0]
+    other = torch.zeros_like(x.logits_cache)
+    return token, sample(base + x.bias, x, 1, logits_cache=other)
+
+
+@fused()
+def cache_transposed(x):
+    cache = torch.zeros_like(x.logits_cache.transpose(0, 1).contiguous())
+    return sample(x.base[:, 0] + x.bias, x, logits_cache=cache.transpose(0, 1)), cache
+
+
+@fused()
+def table_of_fewer_columns(x):
+    return F.embedding(sample(x.base[:, 0] + x.bias, x), x.w1[:, :5])
+
+
+@fused()
+def table_transposed(x):
+    table = x.w1.t().contiguous().t()
+    return F.embedding(sample(x.base[:, 0] + x.bias, x), table)
+
+
+@fused()
+def table_in_the_cache(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    return F.embedding(token % 3, x.logits_cache[:3, 0])
+
+
+@fused()
+def table_is_where_the_token_is_written(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    table = torch.arange(x.d2t.shape[0] * 3, device=token.device).view(-1, 3)
+    table[: token.shape[0], 1] = token
+    return table[token], table
+
+
+@fused()
+def map_read_before_it_is_overwritten(x):
+    token = sample(x.base[:, 0] + x.bias, x)
+    read = x.d2t[token]
+    x.d2t[: token.shape[0]] = token
+    return read
+
+
+@fused()
+def next_embedding_of_a_column(x):
+    block_max, block_argmax = block_op(x.base[:, 0] + x.bias, x)
+    column = block_argmax.gather(-1, block_max.argmax(-1, keepdim=True))
+    return F.embedding(column, x.w1)
+
+
+@fused()
+def next_embedding_by_index_select(x):
+    return x.w1.index_select(0, sample(x.base[:, 0] + x.bias, x))

@@ -267,7 +267,9 @@ def test_uuid_follows_the_order_of_wrapped_passes() -> None:
     assert passes(present=[a, b]).uuid() != passes(present=[b, a]).uuid()
 
 
-@pytest.mark.parametrize("own", [Named(None, []), Named("", []), print], ids=repr)
+@pytest.mark.parametrize(
+    "own", [Named(None, []), Named("", []), print], ids=["None", "empty", "callable"]
+)
 def test_no_uuid_where_a_wrapped_pass_has_none(own: Any) -> None:
     assert passes(present=own).uuid() is None
 

@@ -1,9 +1,11 @@
 """Every spelling of the sampler is fused, at every site, and computes what eager computes."""
 
+from typing import Any
+
 import pytest
 
 from .compiling import COMBINE, SAMPLER, Compiled, ops_in
-from .inputs import assert_as_eager, make_inputs
+from .inputs import Inputs, assert_as_eager, make_inputs
 from .spellings import FUSED
 
 
@@ -25,12 +27,16 @@ def test_fused(name: str) -> None:
     assert_fused(compiled, spelling.sites)
 
 
-@pytest.mark.parametrize("name", [n for n in FUSED if FUSED[n].dynamic])
-def test_fused_with_symbolic_sizes(name: str) -> None:
-    spelling = FUSED[name]
-    compiled = Compiled(spelling.function, dynamic=True)
-    assert_as_eager(compiled, spelling.function, make_inputs(num_rows=4))
-    assert_fused(compiled, spelling.sites)
-    for num_rows in (6, 9):
-        assert_as_eager(compiled, spelling.function, make_inputs(num_rows=num_rows, seed=1))
-    assert_fused(compiled, spelling.sites * len(compiled.graphs))
+@pytest.mark.parametrize("part", range(3))
+def test_fused_with_symbolic_sizes(part: int) -> None:
+    """Many in one function, each with inputs of its own: a compilation has much that is shared."""
+    spellings = list(FUSED.values())[part::3]
+
+    def every(*inputs: Inputs) -> list[Any]:
+        return [s.function(x) for s, x in zip(spellings, inputs, strict=True)]
+
+    compiled = Compiled(every, dynamic=True)
+    for num_rows in (4, 6, 9):
+        inputs = [make_inputs(num_rows=num_rows, seed=seed) for seed in range(len(spellings))]
+        assert_as_eager(compiled, every, *inputs)
+    assert_fused(compiled, sum(s.sites for s in spellings) * len(compiled.graphs))
