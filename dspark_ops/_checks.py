@@ -12,6 +12,7 @@ from torch import Tensor
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COL = 2**31 - 1
 MAX_VOCAB = 2**30  # offsets of a tile past the end stay in int32
+ID_DTYPES = (torch.int32, torch.int64)  # narrower ones would wrap an id
 INDEX_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 

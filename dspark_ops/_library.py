@@ -29,7 +29,7 @@ def register(
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=_TAGS)
     names = [a.name for a in getattr(torch.ops.dspark, name).default._schema.arguments]
-    LIBRARY.impl(name, _by_name(cpu, names), "CPU")
+    LIBRARY.impl(name, torch.no_grad()(_by_name(cpu, names)), "CPU")
     LIBRARY.impl(name, _by_position(cuda, names), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"dspark::{name}", _by_name(fake, names), lib=LIBRARY)

@@ -7,12 +7,12 @@ MISSING = ""
 
 try:
     import triton
-    import triton.language as tl
 
     if not hasattr(triton, "jit"):
         # A user's file of the same name shadows the package: say which one was found.
         found = getattr(triton, "__file__", None) or list(getattr(triton, "__path__", []))
         raise ImportError(f"the module imported as 'triton' is {found}, which is not Triton")
+    import triton.language as tl
 except ImportError as error:
     MISSING = str(error) or "no module named 'triton'"
 

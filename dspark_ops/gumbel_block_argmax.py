@@ -5,9 +5,9 @@
     block_max[b, k], block_argmax[b, k] = max and argmax of value[b, k * 1024 : (k + 1) * 1024]
     logits_cache[s, cache_col, :V] = logits[b]                       # before temperature
 
-logits [B, V] bf16 | f16 | f32; block_max [B, K] f32 (f64 with ``use_fp64``), block_argmax i64 [B,
-K] of global ids, K = ceil(V / 1024). Contract: ties go to the lowest id, the first NaN of a block
-wins it, a block of only -inf gives its first id, -0.0 equals 0.0. Greedy and inert rows
+logits [B, V] bf16 | f16 | f32; block_max [B, K] f32 (f64 with ``use_fp64``); block_argmax i64
+[B, K] of global ids; K = ceil(V / 1024). Contract: ties go to the lowest id, the first NaN of a
+block wins it, a block of only -inf gives its first id, -0.0 equals 0.0. Greedy and inert rows
 (``rows.py``) have no noise and no division; inert rows write no cache. Noise does not depend on
 the batch (``noise.py``).
 
@@ -329,6 +329,8 @@ def sample_inputs(
         pos = torch.arange(num_rows, device=device)[:, None] * 7 + steps
         idx_mapping = (torch.arange(num_rows, device=device)[:, None] + 0 * steps).int() - 1
         row = (logits[:, 1], idx_mapping[:, 1], pos[:, 1])
+        if num_rows == 0:  # a slice of it has strides that a clone can't have
+            row = tuple(x.new_empty(x.shape) for x in row)
         base, idx, key = row if strided else tuple(x.contiguous() for x in row)
         name = "gumbel_block_argmax"
         if "cache_col" in kwargs or "cache_cols" in kwargs:

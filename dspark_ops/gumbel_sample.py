@@ -1,5 +1,4 @@
-"""gumbel_sample: add, round, cache, noise, maximum, draft column and next embedding, in two
-launches.
+"""gumbel_sample: add, round, cache, noise, argmax, draft column, next embedding: two launches.
 
     sum[b, v] = round(logits[b, v] + bias[b, v])                      # as torch.add rounds it
     token[b]  = argmax_v(sum[b, v] / temperature[s] + gumbel(...)),   s = idx_mapping[b]
@@ -131,6 +130,7 @@ def _check(
     cache = (logits_cache, cache_col, cache_cols)
     check_sampler(logits, idx_mapping, temperature, seeds, pos, *cache, dtype)
     if draft_tokens is not None:
+        _checks.check_dtype("draft_tokens", draft_tokens, _checks.ID_DTYPES)
         _checks.check_row_ints("draft_tokens", draft_tokens, num_rows, device)
     if embed_weight is not None:
         if embed_weight.dim() != 2 or embed_weight.shape[0] < vocab:
@@ -372,13 +372,13 @@ def gumbel_sample(
     """Sample a token a row from ``softmax((logits + bias) / temperature)`` by the Gumbel-max trick.
 
     Args:
-        logits: [B, V] bf16, f16 or f32; rows may be strided, columns contiguous. idx_mapping,
-        temperature, seeds, pos: as in ``gumbel_block_argmax``. bias: [B, V], [1, V] or [V] bf16,
-        f16 or f32, added and rounded as ``torch.add`` does. logits_cache: [S, C, >= V] of the
-        dtype of the sum, which is written to it before temperature.
-            Must not overlap ``logits`` or ``bias``.
+        logits: [B, V] bf16, f16 or f32; rows may be strided, columns contiguous.
+        idx_mapping, temperature, seeds, pos: as in ``gumbel_block_argmax``.
+        bias: [B, V], [1, V] or [V] bf16, f16 or f32, added and rounded as ``torch.add`` does.
+        logits_cache: [S, C, >= V] of the dtype of the sum, which is written to it before
+            temperature. Must not overlap ``logits`` or ``bias``.
         cache_col, pos_offset, is_drafting, apply_temperature, use_fp64: as there.
-        draft_tokens: int [B], any stride, written in place with the id of every row.
+        draft_tokens: i32 or i64 [B], any stride, written in place with the id of every row.
 
     Returns:
         i64 [B], ids in [0, V).

@@ -1,13 +1,12 @@
-"""The two kernels of gumbel_sample: the best token of each chunk of a row, then the best of the
-row.
+"""The two kernels of gumbel_sample: the best token of each chunk of a row, then of the row.
 
 Logarithms are the cost of a large batch, and only a value that can still win needs them. A
 program walks a chunk of a row tile by tile. Each lane keeps its token of the highest
 ``gumbel_bound`` and the second highest bound it met; noise is computed once, for the lanes'
 tokens. Rounding is monotonic and a bound is never below its noise, so a token left out is at most
-the second bound: if no lane's exceeds the best value, which it does about once in 300 chunks, the
-result is that of computing every value, otherwise every value is computed. So the result is exact
-for any input and chunk size.
+its lane's second bound. While all of these are below the best value, the best is that of computing
+every value; else, about once in 300 chunks, every value is computed. So the result is exact for any
+input and chunk size.
 """
 
 from dspark_ops._triton import tl, triton

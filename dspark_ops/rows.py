@@ -36,12 +36,13 @@ def rows_ref(
 ) -> Rows:
     """Read each row's slot; ``cache_col`` is i64 [B] or None."""
     num_slots = temperature.shape[0]
+    idx_mapping = idx_mapping.long()  # a narrow dtype may not hold num_slots
     live = (idx_mapping >= 0) & (idx_mapping < num_slots)
     if num_slots == 0:
-        slot = torch.zeros_like(idx_mapping, dtype=torch.int64)
+        slot = torch.zeros_like(idx_mapping)
         temperature, seeds = temperature.new_zeros(1), seeds.new_zeros(1)
     else:
-        slot = torch.where(live, idx_mapping, 0).long()
+        slot = torch.where(live, idx_mapping, 0)
     row_temperature = temperature[slot]
     sampled = live & (row_temperature >= GREEDY_BELOW) & (row_temperature < float("inf"))
     seed = seeds[slot]

@@ -34,7 +34,6 @@ _VIEW_OF_SCATTER = {
     aten.slice_scatter.default: aten.slice.Tensor,
 }
 _ID_DTYPES = (torch.int32, torch.int64)
-_DRAFT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _values(token: Node, through: list[Node]) -> Iterator[list[Node]]:
         if is_call_to(user, *CONVERTS) and value.dtype in _ID_DTYPES:
             yield from _values(user, [*through, token])
         elif is_call_to(user, aten.copy.default) and user.args[1] is token:
-            if same_shape(value.shape, token.meta["val"].shape) and value.dtype in _DRAFT_DTYPES:
+            if same_shape(value.shape, token.meta["val"].shape) and value.dtype in _ID_DTYPES:
                 yield [*through, token, user]
 
 
@@ -122,7 +121,7 @@ def _whole_buffer(call: Call, values: list[Node]) -> ColumnWrite | None:
         target = buffer.meta.get("val")
         if (
             isinstance(target, torch.Tensor)
-            and target.dtype in _DRAFT_DTYPES
+            and target.dtype in _ID_DTYPES
             and same_shape(target.shape, values[0].meta["val"].shape)
         ):
             nodes, launches = _carriers(values)
@@ -159,7 +158,7 @@ def _scattered(call: Call, values: list[Node]) -> ColumnWrite | None:
     sizes = [size_read(n, [call.arguments["idx_mapping"], base]) for n in column.shape]
     strides = [size_read(n, [base]) for n in column.stride()]
     offset = size_read(column.storage_offset(), [base])
-    if column.dtype not in _DRAFT_DTYPES or None in (*sizes, *strides, offset):
+    if column.dtype not in _ID_DTYPES or None in (*sizes, *strides, offset):
         return None
     view = {"_size": sizes, "_stride": strides, "_storage_offset": offset}
     nodes, launches = _carriers(values)

@@ -86,7 +86,6 @@ def test_b7_02_import_without_triton() -> None:
     assert text.count("pip install") == 3
 
 
-@pytest.mark.xfail(reason="the error of the import of triton.language comes first", strict=True)
 @pytest.mark.parametrize("as_package", [False, True])
 def test_b7_10_a_file_named_triton(tmp_path: Path, as_package: bool) -> None:
     """A user's module shadows Triton: the error shows its path."""

@@ -108,6 +108,7 @@ REFUSED = [
     ("cache_col", meta(B, dtype=I64), ValueError, "be on cpu.*; got meta"),
     ("draft_tokens", [0, 0, 0], TypeError, r"be a Tensor, got list: \[0, 0, 0\]"),
     ("draft_tokens", torch.ones(B), TypeError, "have dtype .*; got torch.float32"),
+    ("draft_tokens", torch.arange(B).short(), TypeError, "have dtype int32, int64; got .*int16"),
     ("draft_tokens", torch.arange(B + 2), ValueError, r"have shape .*; got \(5,\)"),
     ("draft_tokens", torch.arange(B)[:, None], ValueError, r"have shape .*; got \(3, 1\)"),
     ("draft_tokens", meta(B, dtype=I64), ValueError, "be on cpu.*; got meta"),
