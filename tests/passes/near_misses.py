@@ -369,7 +369,7 @@ def maxima_cut_before_argmax(x):
     return choose(block_max[:, :1], block_argmax)
 
 
-@left_alone("block_argmax is not read by a gather", combined=0)
+@left_alone("reads add", combined=0)
 def ids_changed_before_gather(x):
     block_max, block_argmax = block_op(x.base[:, 0] + x.bias, x)
     return choose(block_max, block_argmax + 1)

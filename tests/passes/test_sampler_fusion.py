@@ -36,7 +36,7 @@ def test_fused_with_symbolic_sizes(part: int) -> None:
         return [s.function(x) for s, x in zip(spellings, inputs, strict=True)]
 
     compiled = Compiled(every, dynamic=True)
-    for num_rows in (4, 6, 9):
+    for num_rows in (4, 9):
         inputs = [make_inputs(num_rows=num_rows, seed=seed) for seed in range(len(spellings))]
         assert_as_eager(compiled, every, *inputs)
     assert_fused(compiled, sum(s.sites for s in spellings) * len(compiled.graphs))
