@@ -124,6 +124,19 @@ def test_writes_in_generated_code(function) -> None:
     assert_as_eager(compiled, function, make_inputs())
 
 
+@pytest.mark.parametrize(
+    "function",
+    [draft_tokens_are_the_positions, draft_tokens_are_the_slots],
+    ids=lambda f: f.__name__,
+)
+def test_no_column_write_where_the_op_reads(function) -> None:
+    """One row's token would be written while another row's kernel still reads: a race on a GPU."""
+    compiled = Compiled(function)
+    compiled(make_inputs())
+    assert compiled.fused(SAMPLER) == 1
+    assert "_draft.default" not in str(compiled.graphs)
+
+
 # Two arguments in one memory
 
 
