@@ -328,7 +328,7 @@ def sample_inputs(
         steps = torch.arange(3, device=device)
         pos = torch.arange(num_rows, device=device)[:, None] * 7 + steps
         idx_mapping = (torch.arange(num_rows, device=device)[:, None] + 0 * steps).int() - 1
-        row = (logits[:, 1], idx_mapping[:, 1], pos[:, 1])
+        row: tuple[Tensor, ...] = (logits[:, 1], idx_mapping[:, 1], pos[:, 1])
         if num_rows == 0:  # a slice of it has strides that a clone can't have
             row = tuple(x.new_empty(x.shape) for x in row)
         base, idx, key = row if strided else tuple(x.contiguous() for x in row)
