@@ -273,7 +273,7 @@ def test_a_warning_for_each_site_left_alone(caplog: pytest.LogCaptureFixture) ->
 def test_every_near_miss_has_a_line_of_the_user() -> None:
     for name in ("alpha", "soft_cap", "block_maxima_read"):
         for site in inductor_passes.explain(LEFT_ALONE[name].function, make_inputs()).sites:
-            assert Path(site.file).name in ("near_misses.py", "spellings.py")
+            assert Path(site.file).name in ("near_misses.py", "step.py")
 
 
 # A crash in a pass
