@@ -127,7 +127,10 @@ def find_gather(call: Call) -> tuple[Node, list[Node]]:
                 f"two block ops share {described(other)}: it reads the other one's block_argmax"
             )
         raise LeftAlone(f"{described(other)} reads {described(source)}, not block_argmax")
-    raise LeftAlone("block_argmax is not read by a gather: no token is chosen here")
+    others = [described(reader) for result in call.results(1) for reader in readers(result)]
+    raise LeftAlone(
+        f"block_argmax is not read by a gather, but by {' and '.join(others) or 'nothing'}"
+    )
 
 
 def _gather_by_the_maxima(call: Call) -> Node | None:

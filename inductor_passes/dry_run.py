@@ -57,6 +57,7 @@ def explain(
         try:
             torch.compile(fn, backend=backend, fullgraph=True)(*args, **kwargs)
         except torch._dynamo.exc.Unsupported as unsupported:
+            seen.pass_names = ()  # without a graph "no candidate" would be a verdict
             seen.notes.append(
                 f"not one graph, so nothing was looked at: {_in_one_line(unsupported)}"
             )

@@ -157,9 +157,11 @@ def _shifted_position(call: Call) -> tuple[Node, Any, list[Node]]:
             break
         if stream_of(pos) != stream_of(call.node):
             break
+        total = offset + (number if pos.target is aten.add.Tensor else -number)
+        if not -(2**63) <= total < 2**63:
+            break  # more than an argument of an op holds
         shift.append(pos)
-        offset += number if pos.target is aten.add.Tensor else -number
-        reader, pos = pos, source
+        offset, reader, pos = total, pos, source
     return pos, offset, shift
 
 

@@ -291,6 +291,12 @@ def positions_that_wrap(x):
 
 
 @fused(sites=2)
+def shifts_that_leave_64_bits(x):
+    first = at_position(x, x.pos[:, 0] - 1, pos_offset=-(2**63))
+    return first, at_position(x, x.pos[:, 0] + 2**62 + 2**62 + 2**62, cache_col=1)
+
+
+@fused(sites=2)
 def offsets_at_the_limits(x):
     first = at_position(x, x.pos[:, 0] - 1, pos_offset=(1 << 31) - 1)
     return first, at_position(x, x.pos[:, 0] - 1, pos_offset=-(1 << 40), cache_col=1)
