@@ -47,26 +47,22 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
 
 def check_row_ints(name: str, x: Tensor, num_rows: int, device: torch.device) -> None:
     """``x`` is int [B], any stride."""
-    if x.dtype not in INDEX_DTYPES:
-        check_dtype(name, x, INDEX_DTYPES)
+    check_dtype(name, x, INDEX_DTYPES)
     if x.dim() != 1 or x.shape[0] != num_rows:
         raise ValueError(
             f"{name} must have shape [B] = [{num_rows}], a row of logits each; got {tuple(x.shape)}"
         )
-    if x.device != device:
-        check_device(name, x, device)
+    check_device(name, x, device)
 
 
 def check_logits(logits: Tensor) -> None:
-    if logits.dtype not in LOGITS_DTYPES:
-        check_dtype("logits", logits, LOGITS_DTYPES)
+    check_dtype("logits", logits, LOGITS_DTYPES)
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape [B, V]; got {tuple(logits.shape)}")
     vocab = logits.shape[1]
     if vocab < 1 or vocab > MAX_VOCAB:
         raise ValueError(f"logits must have 1 <= V <= 2^30 columns; got {tuple(logits.shape)}")
-    if logits.stride(1) != 1 and vocab > 1:
-        check_last_stride("logits", logits)
+    check_last_stride("logits", logits)
 
 
 def check_request_state(temperature: Tensor, seeds: Tensor, device: torch.device) -> None:
@@ -75,14 +71,11 @@ def check_request_state(temperature: Tensor, seeds: Tensor, device: torch.device
         ("temperature", temperature, torch.float32),
         ("seeds", seeds, torch.int64),
     ):
-        if x.dtype != dtype:
-            check_dtype(name, x, (dtype,))
+        check_dtype(name, x, (dtype,))
         if x.dim() != 1:
             raise ValueError(f"{name} must have shape [S]; got {tuple(x.shape)}")
-        if x.device != device:
-            check_device(name, x, device)
-        if x.stride(0) != 1 and x.shape[0] > 1:
-            check_last_stride(name, x)
+        check_device(name, x, device)
+        check_last_stride(name, x)
     if seeds.shape[0] != temperature.shape[0]:
         raise ValueError(
             f"seeds must have the shape [S] of temperature, {tuple(temperature.shape)}; "
@@ -108,10 +101,8 @@ def check_cache(
             f"logits_cache must have shape [S, C, >= V] = [{num_slots}, C, >= {vocab}]; "
             f"got {tuple(logits_cache.shape)}"
         )
-    if logits_cache.device != device:
-        check_device("logits_cache", logits_cache, device)
-    if logits_cache.stride(2) != 1 and logits_cache.shape[2] > 1:
-        check_last_stride("logits_cache", logits_cache)
+    check_device("logits_cache", logits_cache, device)
+    check_last_stride("logits_cache", logits_cache)
 
 
 def check_cache_col(
