@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import launch, launch_options
+from dspark_ops._launch import empty_ids, launch, launch_options
 from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._sampler_call import (
     CACHE_ARGS,
@@ -147,11 +147,12 @@ class _Plan(NamedTuple):
     """What a call's metadata decides: arguments of both kernels, positional, and their variants."""
 
     num_partials: int
+    grid: tuple[int, int, int]
     sizes: tuple[Any, ...]
     strides: tuple[Any, ...]
     options: dict[str, Any]
+    finish_grid: tuple[int, int, int]
     finish_sizes: tuple[Any, ...]
-    finish_flags: tuple[Any, ...]
     finish_options: dict[str, Any]
     variants: dict[tuple[bool, ...], tuple[Any, Any]]
 
@@ -183,6 +184,7 @@ def _make_plan(
     pdl = options.pop("LAUNCH_PDL")
     return _Plan(
         num_partials,
+        (num_partials, 1, 1),
         (vocab, temperature.shape[0], num_cols, num_chunks, tiles_per_chunk, num_partials),
         (
             logits.stride(0),
@@ -200,14 +202,19 @@ def _make_plan(
             TILE_V,
         ),
         {"num_warps": NUM_WARPS, **options},
+        (num_rows, 1, 1),
         (
             num_chunks,
             num_partials,
             0 if embed_weight is None else embed_weight.shape[1],
             0 if draft_tokens is None else draft_tokens.stride(0),
             0 if embed_weight is None else embed_weight.stride(0),
+            draft_tokens is not None,
+            embed_weight is not None,
+            pdl,
+            BLOCK_K,
+            BLOCK_R,
         ),
-        (draft_tokens is not None, embed_weight is not None, pdl, BLOCK_K, BLOCK_R),
         {"num_warps": FINISH_WARPS, **options},
         {},
     )
@@ -291,12 +298,12 @@ def _gumbel_sample_launch(
         plan = _plans[key] = _make_plan(*rows, logits_cache, cache_cols, *extras, dtype)
 
     num_rows = logits.shape[0]
-    token = seeds.new_empty(num_rows)
+    token = empty_ids(num_rows, seeds)
     embedding = None
     if embed_weight is not None:
         embedding = embed_weight.new_empty(num_rows, embed_weight.shape[1])
     if num_rows > 0:
-        partial = seeds.new_empty((2 if use_fp64 else 1) * plan.num_partials)
+        partial = empty_ids(plan.num_partials * 2 if use_fp64 else plan.num_partials, seeds)
         if bias is None:
             bias = logits
         if logits_cache is None:
@@ -307,45 +314,42 @@ def _gumbel_sample_launch(
         if embed_weight is not None:
             pointers |= embed_weight.data_ptr()
         variant = (apply_temperature, use_fp64, pointers % 16 == 0)
-        sampler, finish = plan.variants.get(variant, (None, None))
+        kept = plan.variants.get(variant)
         sampler = launch(
-            _gumbel_sample_kernel if sampler is None else sampler,
-            (plan.num_partials, 1, 1),
-            (
-                partial,
-                logits,
-                bias,
-                idx_mapping,
-                temperature,
-                seeds,
-                pos,
-                logits_cache,
-                pos if cache_cols is None else cache_cols,
-                *plan.sizes,
-                cache_col,
-                key_offset(pos_offset, is_drafting),
-                apply_temperature,
-                use_fp64,
-                *plan.strides,
-            ),
-            None if sampler is not None else plan.options,
+            None if kept is None else kept[0],
+            _gumbel_sample_kernel,
+            plan.options,
+            plan.grid,
+            partial,
+            logits,
+            bias,
+            idx_mapping,
+            temperature,
+            seeds,
+            pos,
+            logits_cache,
+            pos if cache_cols is None else cache_cols,
+            *plan.sizes,
+            cache_col,
+            key_offset(pos_offset, is_drafting),
+            apply_temperature,
+            use_fp64,
+            *plan.strides,
         )
         finish = launch(
-            _gumbel_sample_finish_kernel if finish is None else finish,
-            (num_rows, 1, 1),
-            (
-                token,
-                token if draft_tokens is None else draft_tokens,
-                token if embedding is None else embedding,
-                partial,
-                token if embed_weight is None else embed_weight,
-                use_fp64,
-                *plan.finish_sizes,
-                *plan.finish_flags,
-            ),
-            None if finish is not None else plan.finish_options,
+            None if kept is None else kept[1],
+            _gumbel_sample_finish_kernel,
+            plan.finish_options,
+            plan.finish_grid,
+            token,
+            token if draft_tokens is None else draft_tokens,
+            token if embedding is None else embedding,
+            partial,
+            token if embed_weight is None else embed_weight,
+            use_fp64,
+            *plan.finish_sizes,
         )
-        if variant not in plan.variants and variant[-1] and sampler is not None:
+        if kept is None and variant[-1] and sampler is not None:
             plan.variants[variant] = (sampler, finish)
     return token if embedding is None else (token, embedding)
 

@@ -285,16 +285,17 @@ def bench_host() -> dict[str, float]:
         for launched in launches:
             launch(*launched)
 
+    fns = {
+        "eager gumbel_sample": call,
+        "the op as compiled code calls it": lambda: (
+            torch.ops.dspark.gumbel_sample_cache_draft.default(*op_arguments)
+        ),
+        "its two bare launches": bare,
+        "compiled step": lambda: compiled(*inner),
+        "compiled trivial kernel, same inputs": lambda: trivial(*inner),
+    }
     with torch.no_grad():
-        return {
-            "host us: eager gumbel_sample": host_us(call),
-            "host us: the op as compiled code calls it": host_us(
-                lambda: torch.ops.dspark.gumbel_sample_cache_draft.default(*op_arguments)
-            ),
-            "host us: its two bare launches": host_us(bare),
-            "host us: compiled step": host_us(lambda: compiled(*inner)),
-            "host us: compiled trivial kernel, same inputs": host_us(lambda: trivial(*inner)),
-        }
+        return {f"host us: {name}": best for name, best in host_us(fns).items()}
 
 
 def bench_compile() -> dict[str, float]:

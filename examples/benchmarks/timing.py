@@ -60,17 +60,23 @@ def kernels(fn: Callable[[], Any]) -> list[str]:
     ]
 
 
-def host_us(fn: Callable[[], Any], calls: int = 300, rounds: int = 9) -> float:
-    """Best mean host time of ``calls`` calls in a row, in us; the GPU is idle before each round."""
-    for _ in range(20):
-        fn()
-    best = float("inf")
+def host_us(
+    fns: dict[str, Callable[[], Any]], calls: int = 300, rounds: int = 40
+) -> dict[str, float]:
+    """Best mean host time of ``calls`` calls in a row of each of ``fns``, in us.
+
+    The GPU is idle before each round. The rounds of all ``fns`` alternate: a host has slow spells
+    of seconds, in which everything takes up to twice as long.
+    """
+    best = dict.fromkeys(fns, float("inf"))
     for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+        for name, fn in fns.items():
             fn()
-        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            best[name] = min(best[name], (time.perf_counter() - start) / calls * 1e6)
     return best
 
 
