@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import dspark_ops
 from dspark_ops import noise
+from tests.ops.prepare_batches import dflash_batch, positions_batch, put_any_values
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NOISE32 = 4e-7  # as tests/ops/tolerances.py has it
@@ -198,6 +199,34 @@ def embedding() -> None:
         failures.append("gumbel_sample_embed")
 
 
+def prepare() -> None:
+    """Random batches that equal the model; then values of any size, which have no result."""
+    for name, make in (
+        ("prepare_positions", positions_batch),
+        ("prepare_dflash_inputs", dflash_batch),
+    ):
+        op = getattr(dspark_ops, name)
+        for seed in range(20):
+            batch = make(seed)
+            views = batch.views(torch.from_numpy(batch.memory()))
+            on_gpu = {k: to_gpu(x) for k, x in views.items()}
+            op(**on_gpu, **batch.scalars)
+            torch.cuda.synchronize()
+            wanted = batch.views(torch.from_numpy(batch.expected()))
+            ok = all(torch.equal(x.cpu(), wanted[k]) for k, x in on_gpu.items())
+            label = f"{name} {seed}"
+            print("ok    " if ok else "WRONG ", label, flush=True)
+            if not ok:
+                failures.append(label)
+    for seed in range(20):
+        batch = dflash_batch(seed)
+        put_any_values(batch, seed)
+        views = batch.views(torch.from_numpy(batch.memory()))
+        on_gpu = {k: to_gpu(x) for k, x in views.items()}
+        dspark_ops.prepare_dflash_inputs(**on_gpu, **batch.scalars)
+        torch.cuda.synchronize()
+
+
 def main() -> int:
     if "--poison" in sys.argv[1:]:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -206,6 +235,7 @@ def main() -> int:
     long_chunks()
     combine()
     embedding()
+    prepare()
     print(f"{len(failures)} wrong")
     return 1 if failures else 0
 

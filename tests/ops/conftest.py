@@ -38,6 +38,8 @@ class Reference:
     gumbel_block_argmax = staticmethod(dspark_ops.gumbel_block_argmax)
     gumbel_combine = staticmethod(dspark_ops.gumbel_combine)
     gumbel_sample = staticmethod(dspark_ops.gumbel_sample)
+    prepare_positions = staticmethod(dspark_ops.prepare_positions)
+    prepare_dflash_inputs = staticmethod(dspark_ops.prepare_dflash_inputs)
 
 
 class Kernel:
@@ -49,6 +51,10 @@ class Kernel:
     )
     gumbel_combine = staticmethod(op_module("gumbel_combine")._gumbel_combine_launch)
     gumbel_sample = staticmethod(_with_column(op_module("gumbel_sample")._gumbel_sample_launch))
+    prepare_positions = staticmethod(op_module("prepare_positions")._prepare_positions_launch)
+    prepare_dflash_inputs = staticmethod(
+        op_module("prepare_dflash_inputs")._prepare_dflash_inputs_launch
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+OPS = (
+    "gumbel_sample",
+    "gumbel_block_argmax",
+    "gumbel_combine",
+    "prepare_positions",
+    "prepare_dflash_inputs",
+)
 
 NO_TRITON = """
 import sys
@@ -28,10 +35,18 @@ import dspark_ops
 x = torch.zeros(1, 7)
 state = (torch.zeros(1, dtype=torch.int32), torch.ones(1), torch.arange(1), torch.arange(1))
 module = lambda name: importlib.import_module("dspark_ops." + name)
+
+def on_sample(f, op_file):
+    name, args, _ = module(op_file).sample_inputs("cpu")[0]
+    schema = getattr(torch.ops.dspark, name).default._schema
+    return f(**{a.name: x for a, x in zip(schema.arguments, args)})
+
 calls = {
     "gumbel_sample": lambda f: f(x, *state),
     "gumbel_block_argmax": lambda f: f(x, *state),
     "gumbel_combine": lambda f: f(x, x.long()),
+    "prepare_positions": lambda f: on_sample(f, "prepare_positions"),
+    "prepare_dflash_inputs": lambda f: on_sample(f, "prepare_dflash_inputs"),
 }
 for name, call in calls.items():
     print("reference", name, call(getattr(dspark_ops, name)))
@@ -79,11 +94,11 @@ def test_b7_01_import_without_a_gpu() -> None:
 def test_b7_02_import_without_triton() -> None:
     """Import and reference work; a launcher says what to install."""
     text = output(NO_TRITON + LAUNCHES)
-    assert text.count("reference") == 3
-    for op in ("gumbel_sample", "gumbel_block_argmax", "gumbel_combine"):
+    assert text.count("reference") == len(OPS)
+    for op in OPS:
         assert f"error dspark::{op} on a GPU needs Triton" in text
-    assert text.count("No module named 'triton'") == 3
-    assert text.count("pip install") == 3
+    assert text.count("No module named 'triton'") == len(OPS)
+    assert text.count("pip install") == len(OPS)
 
 
 @pytest.mark.parametrize("as_package", [False, True])
@@ -96,8 +111,8 @@ def test_b7_10_a_file_named_triton(tmp_path: Path, as_package: bool) -> None:
         found = tmp_path / "triton.py"
     found.write_text("answer = 42\n")
     text = output("import sys; sys.path.insert(0, '')\n" + LAUNCHES, cwd=tmp_path)
-    assert text.count("reference") == 3
-    assert text.count(str(found)) == 3
+    assert text.count("reference") == len(OPS)
+    assert text.count(str(found)) == len(OPS)
 
 
 @pytest.mark.parametrize("found", ["2.10.1+cpu", "1.13.1", "2.3.0a0+git1234"])
@@ -126,7 +141,7 @@ def test_b4_08_ops_outlive_the_module_reference() -> None:
         "    return names\n"
         "names = load()\n"
         "for _ in range(3): gc.collect()\n"
-        "assert len(names) >= 11, names\n"
+        "assert len(names) >= 15, names\n"
         "for name in names:\n"
         "    assert getattr(torch.ops.dspark, name.split('::')[1]).default.name() == name\n"
         "x = torch.zeros(2, 3)\n"

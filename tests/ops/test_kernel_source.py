@@ -15,7 +15,7 @@ SOURCES = {path.name: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 # compile a kernel for each value (B6-10).
 RUN_TIME = re.compile(
     r"num_rows|num_slots|num_cols|num_chunks|num_blocks|num_partials|tiles_per_chunk|pos|col|step"
-    r"|offset|key_offset|seed|temperature|.*stride.*"
+    r"|num_tokens|num_positions|num_programs|offset|key_offset|seed|temperature|.*stride.*"
 )
 
 
@@ -37,12 +37,12 @@ def constexprs(node: ast.FunctionDef) -> set[str]:
     }
 
 
-def not_specialized(node: ast.FunctionDef) -> set[str]:
+def not_specialized(node: ast.FunctionDef, option: str = "do_not_specialize") -> set[str]:
     names: set[str] = set()
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call):
             for keyword in decorator.keywords:
-                if keyword.arg == "do_not_specialize":
+                if keyword.arg == option:
                     names |= {
                         c.value for c in ast.walk(keyword.value) if isinstance(c, ast.Constant)
                     }
@@ -55,6 +55,8 @@ def test_kernels_are_found() -> None:
         "_gumbel_combine_kernel",
         "_gumbel_sample_kernel",
         "_gumbel_sample_finish_kernel",
+        "_prepare_positions_kernel",
+        "_prepare_dflash_inputs_kernel",
     } <= set(kernels())
 
 
@@ -79,10 +81,21 @@ def test_b6_01_counts_and_columns_are_not_specialized() -> None:
         assert varying <= not_specialized(node), name
 
 
+def test_b6_01_the_preparing_kernels_specialize_on_nothing() -> None:
+    """Not on one size, stride or address: what they are given is new at every step."""
+    for name in ("_prepare_positions_kernel", "_prepare_dflash_inputs_kernel"):
+        node = kernels()[name]
+        arguments = {a.arg for a in node.args.args} - constexprs(node)
+        pointers = {a for a in arguments if a.endswith("_ptr")}
+        assert not_specialized(node) == arguments - pointers
+        assert not_specialized(node, "do_not_specialize_on_alignment") == pointers
+
+
 def test_b6_08_threads_fit_a_block_on_every_warp_size() -> None:
     """At most 1024 threads with warps of 64, as some AMD GPUs have them."""
     module = op_module("gumbel_sample")
     used = [module.NUM_WARPS, module.FINISH_WARPS, op_module("gumbel_combine").NUM_WARPS]
+    used += [op_module(f).NUM_WARPS for f in ("prepare_positions", "prepare_dflash_inputs")]
     for text in SOURCES.values():
         used += [int(n) for n in re.findall(r"num_warps\"?\s*[=:]\s*(\d+)", text)]
     assert used
