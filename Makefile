@@ -17,7 +17,7 @@ help:
 	@echo "make test-gpu  the tests of the kernels on a GPU"
 	@echo "make lint      ruff and mypy"
 	@echo "make accept    rewrite the expected graphs, then show the difference"
-	@echo "make bench     time the draft loop on a GPU"
+	@echo "make bench     time the draft loop and its inputs on a GPU"
 
 .venv/ready: Makefile pyproject.toml
 	python3 -m venv .venv
@@ -50,6 +50,7 @@ accept:
 
 bench:
 	$(PYTHON) examples/benchmarks/draft_loop.py
+	$(PYTHON) examples/benchmarks/draft_inputs.py
 
 clean:
 	rm -rf .venv build dist *.egg-info
