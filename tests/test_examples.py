@@ -1,10 +1,13 @@
-"""The shipped pair is good, its layout is the published one, its script trains from nothing."""
+"""The shipped pair is good, also when it is served; its layout is the published one, its script
+trains from nothing."""
 
+import dataclasses
 import importlib
 import json
 import lzma
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +20,16 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.fixture(autouse=True)
 def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads spin while they wait: where processes share the cores, small ops take ten times as
+    long in two threads as in one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def example(name: str) -> ModuleType:
@@ -86,3 +99,65 @@ def test_verification_keeps_the_targets_distribution() -> None:
             count += 1
         assert int(greedy.num_accepted[row]) == count
         assert greedy.tokens[row].tolist() == [*best[: count + 1].tolist(), *[-1] * (steps - count)]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_whole_step_serves_every_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    example("cuda_graph").main()
+    printed = capsys.readouterr().out.splitlines()
+    live_rows = printed[1].split()
+    assert {"1", "2", "3", "4"} == set(live_rows)
+    assert printed[-1] == "ids equal, cache bits equal, nothing written beyond the batch"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_serving_drafts_as_well_as_generating() -> None:
+    """Greedy: the same text, and in every round as many accepted tokens, from the paged pool."""
+    cuda_graph, generate = example("cuda_graph"), example("generate").generate
+    pair = example("draft_model").load_pair(EXAMPLES / "pair")
+    requests = [dataclasses.replace(x, temperature=0.0) for x in cuda_graph.REQUESTS]
+    step = cuda_graph.ServingStep(pair.draft)
+    engine = cuda_graph.Engine(pair, step, requests)
+    engine.serve(step.prepare_target, step)
+    draft_step = example("draft_step").DraftStep(pair.draft)
+    for x in engine.all:
+        alone = generate(pair, [x.request.prompt], x.request.new_tokens, 0.0, draft_step)
+        assert (x.text, x.accepted) == (alone.texts[0], alone.accepted[0])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("buffer", "index"),
+    [
+        ("logits_cache", (5, 0, 0)),
+        ("logits_cache", (0, 0, 0)),
+        ("draft_tokens", (0, 6)),
+        ("draft_tokens", (3, 0)),
+        ("sample_idx_mapping", (7,)),
+        ("is_padding", (7,)),
+        ("out_seeds", (0,)),
+        ("seeds", (5,)),
+        ("pool_1", (0, 0, 0, 0)),
+        ("pool_0", slice(None)),
+    ],
+)
+def test_the_comparison_notices(buffer: str, index: tuple[int, ...] | slice) -> None:
+    """One row is live, of slot 5. An emptied pool shows in the backbone's logits alone."""
+    cuda_graph = example("cuda_graph")
+    pair = example("draft_model").load_pair(EXAMPLES / "pair", dtype=torch.bfloat16)
+    step = cuda_graph.ServingStep(pair.draft)
+
+    def other() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if buffer == "pool_0":
+            step.pool_0.zero_()
+        returned = step()
+        if buffer != "pool_0":
+            entry = step.get_buffer(buffer)[index]
+            entry.copy_(entry == 0)
+        return returned
+
+    for way, is_equal in ((step, True), (other, False)):
+        comparison = cuda_graph.Comparison(step, {"other": way}, step.prepare_target)
+        engine = cuda_graph.Engine(pair, step, [cuda_graph.Request("A class definition", 1.0, 8)])
+        engine.serve(comparison.prepare_target, comparison.draft)
+        assert comparison.equal == is_equal

@@ -174,14 +174,18 @@ def positions_batch(seed: int) -> Batch:
     return batch
 
 
-def dflash_batch(seed: int) -> Batch:
-    """Batches that keep the preconditions; behind the live rows anything."""
+def dflash_batch(seed: int, num_forms: int | None = None) -> Batch:
+    """Batches that keep the preconditions; behind the live rows anything.
+
+    form: what a kernel is compiled for; ``num_forms`` limits how many there are over all seeds.
+    """
     dice = Dice(seed)
+    form = dice if num_forms is None else Dice(seed % num_forms)
     batch = Batch(prepare_dflash_inputs_model)
     num_rows = dice.one_of(0, 1, 1, 2, 3, dice.int(4, 12))
     num_live = dice.one_of(num_rows, num_rows, dice.int(0, num_rows))
     num_slots = num_rows + dice.int(0, 4)
-    dtype = dice.one_of(*INDEX_DTYPES)
+    dtype = form.one_of(*INDEX_DTYPES)
     slots = dice.slots(num_rows, num_slots)
     spans = dice.spans(num_live, 1)
     starts = [dice.one_of(0, 0, 0, 0, 0, 2)]
@@ -196,17 +200,17 @@ def dflash_batch(seed: int) -> Batch:
         starts += dice.ints(*stale, num_dead)
         rejected += dice.ints(*dice.one_of((0, 0), (-5, 40)), num_dead)
 
-    num_steps = dice.one_of(1, 2, 3, 7)
-    from_anchor = dice.chance(0.5)
+    num_steps = form.one_of(1, 2, 3, 7)
+    from_anchor = form.chance(0.5)
     num_queries = num_steps if from_anchor else num_steps + 1
     buffer_rows = num_rows + dice.one_of(0, 0, 1, 3, 520 if dice.chance(0.05) else 2)
     num_tokens = max(num_rows, dice.one_of(buffer_rows, num_rows)) * num_queries + dice.int(0, 9)
     num_targets = end + dice.one_of(0, 0, 1, 5)
     num_context = end + dice.one_of(0, 1, 9, 700 if dice.chance(0.05) else 30)
 
-    cp_size = dice.one_of(1, 1, 2, 4)
-    cp_interleave = dice.one_of(1, 1, 2, 4)
-    block_size = cp_interleave * dice.one_of(1, 2, 4)
+    cp_size = form.one_of(1, 1, 2, 4)
+    cp_interleave = form.one_of(1, 1, 2, 4)
+    block_size = cp_interleave * form.one_of(1, 2, 4)
     targets = dice.ints(-9, 900, num_targets)
     for row, span in enumerate(spans):
         first = dice.one_of(0, dice.int(0, 60), dice.int(0, 400))
@@ -227,7 +231,7 @@ def dflash_batch(seed: int) -> Batch:
     batch.add("num_rejected", "int32", num_rows, rejected, dice.int(1, 2))
     ids = dice.ints(0, 2**31 - 1, 2 * num_slots)
     batch.add("last_sampled", "int64", num_slots, ids[:num_slots])
-    prefill_dtype = dice.one_of("int32", "int64")
+    prefill_dtype = form.one_of("int32", "int64")
     batch.add("next_prefill_tokens", prefill_dtype, num_slots, ids[num_slots:], guard=3)
     batch.add("temperature", "float32", num_slots, dice.rng.random(num_slots))
     batch.add("seeds", "int64", num_slots, dice.ints(-(2**63), 2**63 - 2, num_slots))
@@ -245,7 +249,7 @@ def dflash_batch(seed: int) -> Batch:
         batch.add(name, "int64", buffer_rows * num_steps)
     batch.add("out_temperature", "float32", num_slots, guard=dice.int(1, 2))
     batch.add("out_seeds", "int64", num_slots)
-    if dice.chance(0.7):
+    if form.chance(0.7):
         batch.add("is_padding", "bool", num_tokens, guard=dice.int(1, 9))
     batch.scalars = {
         "max_target_query_len": max(spans, default=0) + dice.one_of(0, 5),
@@ -256,7 +260,7 @@ def dflash_batch(seed: int) -> Batch:
         "max_model_len": max_model_len,
         "sample_from_anchor": from_anchor,
     }
-    if cp_size > 1 or dice.chance(0.3):
+    if cp_size > 1 or form.chance(0.3):
         batch.scalars["cp_rank"] = dice.int(0, cp_size - 1)
         batch.scalars["cp_size"] = cp_size
         batch.scalars["cp_interleave"] = cp_interleave
