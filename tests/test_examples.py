@@ -116,8 +116,8 @@ def test_serving_drafts_as_well_as_generating() -> None:
     cuda_graph, generate = example("cuda_graph"), example("generate").generate
     pair = example("draft_model").load_pair(EXAMPLES / "pair")
     requests = [dataclasses.replace(x, temperature=0.0) for x in cuda_graph.REQUESTS]
-    step = cuda_graph.ServingStep(pair.draft)
-    engine = cuda_graph.Engine(pair, step, requests)
+    step = example("serving_step").ServingStep(pair.draft)
+    engine = example("serving_engine").Engine(pair, step, requests)
     engine.serve(step.prepare_target, step)
     draft_step = example("draft_step").DraftStep(pair.draft)
     for x in engine.all:
@@ -145,7 +145,8 @@ def test_the_comparison_notices(buffer: str, index: tuple[int, ...] | slice) -> 
     """One row is live, of slot 5. An emptied pool shows in the backbone's logits alone."""
     cuda_graph = example("cuda_graph")
     pair = example("draft_model").load_pair(EXAMPLES / "pair", dtype=torch.bfloat16)
-    step = cuda_graph.ServingStep(pair.draft)
+    step = example("serving_step").ServingStep(pair.draft)
+    serving_engine = example("serving_engine")
 
     def other() -> tuple[torch.Tensor, list[torch.Tensor]]:
         if buffer == "pool_0":
@@ -158,6 +159,7 @@ def test_the_comparison_notices(buffer: str, index: tuple[int, ...] | slice) -> 
 
     for way, is_equal in ((step, True), (other, False)):
         comparison = cuda_graph.Comparison(step, {"other": way}, step.prepare_target)
-        engine = cuda_graph.Engine(pair, step, [cuda_graph.Request("A class definition", 1.0, 8)])
+        request = serving_engine.Request("A class definition", 1.0, 8)
+        engine = serving_engine.Engine(pair, step, [request])
         engine.serve(comparison.prepare_target, comparison.draft)
         assert comparison.equal == is_equal
