@@ -134,15 +134,16 @@ def prepare_dflash_inputs_ref(
 
 # 3 launcher
 
-# H200, us in graph replay at B = 1, 64, 256, by BLOCK_T and warps:
-#             buffers 256 / 8192   1024 / 65536
-#    128, 4:  1.70  1.98  2.04     2.12  2.46  2.61
-#    256, 4:  1.97  2.36  2.42     2.25  2.73  2.79
-#    256, 8:  1.80  2.22  2.27     2.21  2.65  2.77
-#    512, 4:  2.24  2.64  2.71     2.67  3.04  3.13
-#   1024, 8:  2.39  3.04  3.23     2.59  3.15  3.38
+# H200, us in graph replay at B = 1, 64, 256, by BLOCK_T, warps and BLOCK_B:
+#                   buffers 256 / 8192   1024 / 65536
+#    128, 4,  256:  1.75  1.99  2.17     2.10  2.39  2.72
+#    128, 4,  512:  1.84  2.07  2.14     2.06  2.35  2.53
+#    128, 4, 1024:  1.91  2.15  2.23     2.22  2.58  2.71
+#    256, 4,  256:  1.78  2.17  2.25     2.16  2.62  2.68
+#    256, 8, 1024:  1.82  2.20  2.28     2.23  2.65  2.78
+#    512, 4, 1024:  2.24  2.64  2.71     2.67  3.04  3.13  (another run)
 BLOCK_T = 128  # tokens, samples or rows of a program
-BLOCK_B = 1024  # rows that a program looks through at once
+BLOCK_B = 512  # rows that a program looks through at once
 NUM_WARPS = 4
 
 # By what decides the compiled code: sizes and strides do not, as long as they fit an int32.
