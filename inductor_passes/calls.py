@@ -166,14 +166,14 @@ def emit(
     arguments: dict[str, Any],
     mutated: dict[str, Mutated],
     bases: list[Node],
-    returns: list[torch.Tensor],
+    returns: list[Any],
     written: torch.Tensor | None = None,
 ) -> Emitted:
     """Insert a call of ``op`` before ``like``, of its form where anything is mutated.
 
-    ``returns`` are the fake values of the op's returns. They and those of the bases are set here:
-    not every version of torch traces higher-order ops again. ``written``: that of the last base
-    after the call, where it is known.
+    ``returns`` are the fake values of the op's returns, one None if it has none. They and those of
+    the bases are set here: not every version of torch traces higher-order ops again. ``written``:
+    that of the last base after the call, where it is known.
     """
     graph = like.node.graph
     known = len(bases) if written is None else len(bases) - 1

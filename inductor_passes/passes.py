@@ -20,10 +20,11 @@ import dspark_ops
 from inductor_passes.base import Fusion
 from inductor_passes.combine_fusion import CombineFusion
 from inductor_passes.eager_rounding import keep_adds_apart
+from inductor_passes.padding_fusion import PaddingFusion
 from inductor_passes.sampler_fusion import SamplerFusion
 from inductor_passes.sites import Report, record
 
-FUSIONS: tuple[Fusion, ...] = (SamplerFusion(), CombineFusion())
+FUSIONS: tuple[Fusion, ...] = (SamplerFusion(), CombineFusion(), PaddingFusion())
 DEFAULTS: dict[str, Any] = {
     "dspark.numerics": "bitwise",
     "dspark.strict": False,

@@ -68,7 +68,8 @@ def test_table_expected(capsys: pytest.CaptureFixture[str]) -> None:
 pass outcome where launches saved reason
 sampler_fusion fused f.py:fused 3
 sampler_fusion left alone f.py:read 0
-combine_fusion fused f.py:read 1""",
+combine_fusion fused f.py:read 1
+padding_fusion no candidate 0""",
     )
 
 
