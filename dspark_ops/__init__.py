@@ -12,14 +12,18 @@ from dspark_ops._version import VERSION as __version__  # noqa: E402
 from dspark_ops.gumbel_block_argmax import gumbel_block_argmax  # noqa: E402
 from dspark_ops.gumbel_combine import gumbel_combine  # noqa: E402
 from dspark_ops.gumbel_sample import gumbel_sample  # noqa: E402
+from dspark_ops.health import health  # noqa: E402
 from dspark_ops.prepare_dflash_inputs import prepare_dflash_inputs  # noqa: E402
 from dspark_ops.prepare_positions import prepare_positions  # noqa: E402
+from dspark_ops.rejection_sample import rejection_sample  # noqa: E402
 
 __all__ = [
     "__version__",
     "gumbel_block_argmax",
     "gumbel_combine",
     "gumbel_sample",
+    "health",
     "prepare_dflash_inputs",
     "prepare_positions",
+    "rejection_sample",
 ]

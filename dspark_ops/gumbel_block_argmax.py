@@ -33,6 +33,7 @@ from dspark_ops._sampler_call import (
     rows_and_cache_ref,
 )
 from dspark_ops._triton import require_triton, tl, triton
+from dspark_ops.health import ACTIVE, count_rows, count_rows_ref
 from dspark_ops.noised import noised_logits_ref, noised_values
 from dspark_ops.ordered import argmax_first, ordered_key
 from dspark_ops.rows import load_row
@@ -201,6 +202,9 @@ def _gumbel_block_argmax_launch(
             "stride_cache_c": strides[1],
         }
     with on_device(logits):
+        if ACTIVE:
+            cached = (logits_cache, cache_col, cache_cols)
+            count_rows("gumbel_block_argmax", logits, idx_mapping, temperature, None, *cached)
         _gumbel_block_argmax_kernel[(num_rows * num_blocks,)](
             block_max_ptr=block_max,
             block_argmax_ptr=block_argmax,
@@ -285,6 +289,8 @@ def gumbel_block_argmax(
 
 def _cpu(**arguments: Any) -> tuple[Tensor, Tensor]:
     _check(**arguments)
+    if ACTIVE:
+        count_rows_ref("gumbel_block_argmax", **arguments)
     return gumbel_block_argmax_ref(**arguments)
 
 

@@ -34,6 +34,7 @@ from dspark_ops.gumbel_sample_kernel import (
     _gumbel_sample_finish_kernel,
     _gumbel_sample_kernel,
 )
+from dspark_ops.health import ACTIVE, count_rows, count_rows_ref
 from dspark_ops.noised import noised_logits_ref
 
 # 1 reference
@@ -303,6 +304,9 @@ def _gumbel_sample_launch(
     if embed_weight is not None:
         embedding = embed_weight.new_empty(num_rows, embed_weight.shape[1])
     if num_rows > 0:
+        if ACTIVE:
+            cached = (logits_cache, cache_col, cache_cols)
+            count_rows("gumbel_sample", logits, idx_mapping, temperature, bias, *cached)
         partial = empty_ids(plan.num_partials * 2 if use_fp64 else plan.num_partials, seeds)
         if bias is None:
             bias = logits
@@ -413,6 +417,8 @@ def gumbel_sample(
 
 def _cpu(embed_weight: Tensor | None = None, **arguments: Any) -> Any:
     _check(embed_weight=embed_weight, **arguments)
+    if ACTIVE:
+        count_rows_ref("gumbel_sample", **arguments)
     token = gumbel_sample_ref(**arguments)
     return token if embed_weight is None else (token, embed_weight[token])
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import dspark_ops
 from dspark_ops import noise
+from tests.ops import rejection_cases, rejection_model
 from tests.ops.prepare_batches import dflash_batch, positions_batch, put_any_values
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -227,6 +228,40 @@ def prepare() -> None:
         torch.cuda.synchronize()
 
 
+def verification() -> None:
+    """Both methods, one-hot and not, in each dtype; then starts, ids and slots of any size."""
+    for number, (vocab, dtype) in enumerate(
+        ((1, F32), (7, BF16), (1023, F16), (1025, BF16), (4097, BF16), (9001, F32))
+    ):
+        for method in rejection_cases.METHODS:
+            for has_draft, use_fp64, any_values in (
+                (True, False, False),
+                (True, True, True),
+                (False, False, True),
+                (False, True, False),
+            ):
+                drafts = [3, 0, 5, -1, 1, 5]
+                flags = {"dtype": dtype, "apart": 0.2, "has_draft": has_draft, "seed": number}
+                batch = rejection_cases.make_batch("cpu", drafts, vocab, **flags)
+                if any_values:
+                    batch.cu_num_logits[2], batch.cu_num_logits[6] = -7, 2**31 - 1
+                    batch.draft_token_ids[5:9] = torch.tensor([-1, vocab, 2**40, -(2**40)])
+                    batch.idx_mapping[0], batch.idx_mapping[4] = 2**30, -(2**30)
+                call = {"num_steps": 5, "method": method, "use_fp64": use_fp64}
+                on_gpu = tuple(to_gpu(x) for x in batch.args)
+                outputs = dspark_ops.rejection_sample(*on_gpu, **call)
+                torch.cuda.synchronize()
+                label = f"rejection_sample {vocab} {dtype} {has_draft} {call}"
+                try:
+                    rejection_model.assert_verified(
+                        outputs, rejection_model.read(*batch.args, **call)
+                    )
+                    print("ok    ", label, flush=True)
+                except AssertionError as error:
+                    print("WRONG ", label, error, flush=True)
+                    failures.append(label)
+
+
 def main() -> int:
     if "--poison" in sys.argv[1:]:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -236,6 +271,7 @@ def main() -> int:
     combine()
     embedding()
     prepare()
+    verification()
     print(f"{len(failures)} wrong")
     return 1 if failures else 0
 

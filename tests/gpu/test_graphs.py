@@ -296,6 +296,54 @@ class DflashInputs(Prepared):
         return ()
 
 
+class Verification(Case):
+    """rejection_sample: ragged drafts; a batch of fewer requests leaves rows without logits."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        super().__init__()
+
+    def batch(self, rows: int, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        slots, num_logits = ROWS + 3, ROWS * (STEPS + 1)
+
+        def ints(high: int, *shape: int) -> Tensor:
+            return torch.randint(0, high, shape, device="cuda", generator=generator)
+
+        counts = ints(STEPS + 1, ROWS) + 1
+        counts[rows:] = 0
+        idx_mapping = torch.randperm(slots, device="cuda", generator=generator)[:ROWS]
+        idx_mapping[rows:] = -1
+        logits = torch.randn(num_logits, VOCAB, device="cuda", generator=generator)
+        temperature = torch.rand(slots, device="cuda", generator=generator) + 0.5
+        temperature[::4] = 0.0
+        cache = torch.randn(slots, STEPS, VOCAB + 3, device="cuda", generator=generator)
+        return {
+            "target_logits": logits,
+            "draft_logits": cache.to(BF16),
+            "draft_token_ids": ints(VOCAB, num_logits),
+            "cu_num_logits": torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+            "pos": ints(99, num_logits),
+            "idx_mapping": idx_mapping,
+            "temperature": temperature,
+            "seeds": ints(2**40, slots),
+        }
+
+    def run(self, buffers: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return dspark_ops.rejection_sample(**buffers, num_steps=STEPS, method=self.method)
+
+    def wanted(self, rows: int) -> tuple[tuple[Tensor, ...], Results]:
+        live = dict(self.buffers)
+        live["idx_mapping"] = live["idx_mapping"][:rows].clone()
+        live["cu_num_logits"] = live["cu_num_logits"][: rows + 1].clone()
+        pads = (-1, 0, 0)
+        wanted = []
+        for x, pad in zip(self.run(live), pads, strict=True):
+            rest = x.new_full((ROWS - rows, *x.shape[1:]), pad)
+            wanted.append(torch.cat((x, rest)))
+        return tuple(wanted), {}
+
+
 CASES: dict[str, Callable[[], Case]] = {
     **{
         "gumbel_sample" + "_embed" * embed + "_cache" * cache + "_draft" * draft: (
@@ -311,6 +359,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "prepare_positions_padding": lambda: Positions(padding=True),
     "prepare_dflash_inputs": lambda: DflashInputs(padding=False, from_anchor=True),
     "prepare_dflash_inputs_padding": lambda: DflashInputs(padding=True, from_anchor=False),
+    "rejection_sample": lambda: Verification("standard"),
+    "rejection_sample_block": lambda: Verification("block"),
 }
 
 
@@ -444,6 +494,7 @@ FIRST_CALL = """
         "gumbel_block_argmax_and_combine",
         "prepare_positions_padding",
         "prepare_dflash_inputs_padding",
+        "rejection_sample_block",
     ],
 )
 def test_b3_14_first_call_under_capture(name: str, tmp_path: Path) -> None:
