@@ -17,7 +17,7 @@ help:
 	@echo "make test-gpu  the tests of the kernels on a GPU"
 	@echo "make lint      ruff and mypy"
 	@echo "make accept    rewrite the expected graphs, then show the difference"
-	@echo "make bench     time the draft loop and its inputs on a GPU"
+	@echo "make bench     time the draft loop, its inputs and verification on a GPU"
 
 .venv/ready: Makefile pyproject.toml
 	python3 -m venv .venv
@@ -37,7 +37,7 @@ test:
 	$(PYTHON) -m pytest tests -n $(JOBS) --ignore=tests/gpu
 
 test-gpu:
-	$(PYTHON) -m pytest tests/gpu
+	$(PYTHON) -m pytest tests/gpu tests/test_selftest.py
 
 lint:
 	$(PYTHON) -m ruff format --check .
@@ -51,6 +51,7 @@ accept:
 bench:
 	$(PYTHON) examples/benchmarks/draft_loop.py
 	$(PYTHON) examples/benchmarks/draft_inputs.py
+	$(PYTHON) examples/benchmarks/verification.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -9,7 +9,7 @@ compiled draft step is compiled once. Shape letters as in draft_step.py; W is th
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ from draft_model import Pair, load_pair
 from verify import Verdict, distribution, draw, verify
 
 StepFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# Of a round (without its verdict), temperature f32 [B] and seeds i64 [B].
+VerifyFunction = Callable[["Round", Tensor, Tensor], Verdict]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Round:
     pos: Tensor  # i64 [B, N]
     draft_tokens: Tensor  # i64 [B, N]
     logits_cache: Tensor  # [B, N, V], slot b is row b
-    target_logits: Tensor  # [B, N + 1, V]
-    verdict: Verdict  # meaningless in inert rows
+    target_logits: Tensor  # [B, N + 1, V]; the first row's input stands at pos[:, 0] - 1
+    verdict: Verdict | None = None  # meaningless in inert rows
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,16 @@ def generate(
     temperature: float | Sequence[float],
     draft_step: StepFunction,
     seed: int = 0,
+    verify_round: VerifyFunction | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Generation:
     """Continue every prompt by max_new_tokens.
 
     draft_step: DraftStep(pair.draft), compiled or not. temperature: one for all or one a row, below
     1e-5 greedy. seed: of the draft's noise and, through a torch.Generator that shares nothing with
     it, of the target's own draws. A row that has its tokens becomes inert until all have theirs.
+    verify_round: decides how much of a round's draft stands; verify.py without it. progress: told
+    after each round how many tokens there are and will be.
     """
     tokenizer = Tokenizer.from_file(str(pair.folder / "tokenizer.json"))
     config = pair.draft.config
@@ -108,12 +114,12 @@ def generate(
         buffer[row[:, None], pos] = draft_tokens
         logits, next_hidden = pair.target(buffer, layer_ids)
         target_logits = logits[row[:, None], length.unsqueeze(1) - 1 + steps]
-        verdict = verify(target_logits, logits_cache, draft_tokens, temperatures, generator)
-        rounds.append(
-            Round(
-                anchor, hidden, idx_mapping, pos, draft_tokens, logits_cache, target_logits, verdict
-            )
-        )
+        done = Round(anchor, hidden, idx_mapping, pos, draft_tokens, logits_cache, target_logits)
+        if verify_round is None:
+            verdict = verify(target_logits, logits_cache, draft_tokens, temperatures, generator)
+        else:
+            verdict = verify_round(done, temperatures, seeds)
+        rounds.append(replace(done, verdict=verdict))
         own = verdict.tokens[row, verdict.num_accepted]
         grown = length + verdict.num_accepted
         buffer[row, grown] = torch.where(active, own, buffer[row, grown])
@@ -122,6 +128,9 @@ def generate(
         hidden = next_hidden
         for b in active.nonzero().flatten().tolist():
             accepted[b].append(int(verdict.num_accepted[b]))
+        if progress is not None:
+            new_tokens = (length - start).clamp(max=max_new_tokens).sum()
+            progress(int(new_tokens), rows * max_new_tokens)
 
     token_ids = [
         buffer[b, first : first + max_new_tokens].tolist() for b, first in enumerate(start.tolist())

@@ -163,3 +163,28 @@ def test_the_comparison_notices(buffer: str, index: tuple[int, ...] | slice) -> 
         engine = serving_engine.Engine(pair, step, [request])
         engine.serve(comparison.prepare_target, comparison.draft)
         assert comparison.equal == is_equal
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_speculative_decoding_equals_plain_decoding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "accepted.svg"
+    arguments = ["--tokens", "10", "--samples", "32", "--picture", str(picture)]
+    example("speculative_decode").main(arguments)
+    printed = capsys.readouterr().out
+    assert printed.count("the same text") == 2
+    assert printed.splitlines()[-1] == "greedy text equal, samples of one distribution"
+    assert picture.read_text().count("<rect") == 1 + 2 * 7 + 2
+
+
+def test_the_two_sample_test_tells_distributions_apart() -> None:
+    same_distribution = example("speculative_decode").same_distribution
+    generator = torch.Generator().manual_seed(0)
+    law = torch.tensor([0.5, 0.2, 0.2, 0.1])
+    ids = [torch.multinomial(law, 400, True, generator=generator) for _ in range(41)]
+    p_values = [same_distribution(ids[0], other) for other in ids[1:]]
+    assert min(p_values) > 1e-4
+    assert sum(p > 0.5 for p in p_values) in range(5, 36)
+    other = torch.multinomial(law.flip(0), 400, True, generator=generator)
+    assert same_distribution(ids[0], other) < 1e-10
