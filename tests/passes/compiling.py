@@ -127,7 +127,7 @@ def _line(node: Any) -> str:
 
 def renamed(lines: Sequence[str]) -> str:
     """The lines, wrapped, with inputs called arg0, arg1, ... and sizes s0, s1, ... in order."""
-    text = "\n".join(lines)
+    text = re.sub(r"device=cuda(:\d+)?", "device=cpu", "\n".join(lines))
     for pattern, stem in ((r"\barg\d+_\d+\b", "arg"), (r"\b[suz]\d+\b", "s")):
         seen: dict[str, str] = {}
         for name in re.findall(pattern, text):

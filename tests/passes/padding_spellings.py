@@ -131,22 +131,23 @@ def split(x, n):
 
 @fused(numbers=(6, 9, 0, 16, 1))
 def copied_constants(x, n):
-    x.is_padding[:n].copy_(torch.zeros(n, dtype=torch.bool))
-    x.is_padding[n:].copy_(torch.ones((), dtype=torch.bool))
+    x.is_padding[:n].copy_(torch.zeros(n, dtype=torch.bool, device=x.is_padding.device))
+    x.is_padding[n:].copy_(torch.ones((), dtype=torch.bool, device=x.is_padding.device))
     prepare(x)
 
 
 @fused(launches=3, numbers=(6, 9, 1))
 def expanded_constants(x, n):
-    x.is_padding[:n].copy_(torch.zeros(1, dtype=torch.bool).expand(n))
+    x.is_padding[:n].copy_(torch.zeros(1, dtype=torch.bool, device=x.is_padding.device).expand(n))
     x.is_padding[n:] = x.is_padding.new_ones(())
     prepare(x)
 
 
 @fused(launches=3, numbers=(6, 9, 0, 16, 1))
 def concatenated(x, n):
-    head = torch.zeros(n, dtype=torch.bool)
-    tail = torch.ones(x.is_padding.shape[0] - n, dtype=torch.bool)
+    like = {"dtype": torch.bool, "device": x.is_padding.device}
+    head = torch.zeros(n, **like)
+    tail = torch.ones(x.is_padding.shape[0] - n, **like)
     x.is_padding[:] = torch.cat([head, tail])
     prepare(x)
 

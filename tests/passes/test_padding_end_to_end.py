@@ -11,7 +11,7 @@ import inductor_passes
 from dspark_ops import prepare_positions
 
 from .compiling import SLOT, Compiled, generated_code_of
-from .inputs import assert_as_eager, copied
+from .inputs import DEVICE, assert_as_eager, copied
 from .padding_inputs import PADDING, Batch, make_batch, prepare
 from .padding_spellings import FUSED, fills, first_entries, op_first
 
@@ -140,7 +140,7 @@ def test_beside_a_gradient() -> None:
         return (weight * ~x.is_padding).sum()
 
     compiled = Compiled(step, backend="dspark")
-    weights = [torch.ones(16, requires_grad=True) for _ in range(2)]
+    weights = [torch.ones(16, device=DEVICE, requires_grad=True) for _ in range(2)]
     run, eager = make_batch(), make_batch()
     compiled(run, weights[0]).backward()
     step(eager, weights[1]).backward()

@@ -8,7 +8,7 @@ import inductor_passes
 from inductor_passes import padding_fusion
 
 from .compiling import Compiled
-from .inputs import assert_as_eager
+from .inputs import DEVICE, assert_as_eager
 from .padding_inputs import PADDING, Batch, make_batch, prepare
 from .padding_near_misses import LEFT_ALONE, NearMiss, fill
 from .padding_spellings import FUSED
@@ -109,7 +109,7 @@ def test_number_that_the_op_computes() -> None:
         prepare(x)
         n = x.seq_lens[0].item()
         torch._check(n >= 0)
-        x.is_padding.copy_(torch.arange(16) >= n)
+        x.is_padding.copy_(torch.arange(16, device=DEVICE) >= n)
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = Compiled(step, options=STRICT)
