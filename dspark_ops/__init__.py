@@ -16,6 +16,7 @@ from dspark_ops.health import health  # noqa: E402
 from dspark_ops.prepare_dflash_inputs import prepare_dflash_inputs  # noqa: E402
 from dspark_ops.prepare_positions import prepare_positions  # noqa: E402
 from dspark_ops.rejection_sample import rejection_sample  # noqa: E402
+from dspark_ops.top_k_top_p import top_k_top_p_  # noqa: E402
 
 __all__ = [
     "__version__",
@@ -26,4 +27,5 @@ __all__ = [
     "prepare_dflash_inputs",
     "prepare_positions",
     "rejection_sample",
+    "top_k_top_p_",
 ]
