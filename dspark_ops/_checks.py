@@ -4,6 +4,7 @@ They run in the kernel's launcher, in the CPU implementation and in the fake imp
 eager and compiled calls refuse the same calls in the same words, before anything is written.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -21,9 +22,35 @@ def check_is_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}: {value!r}")
 
 
-def check_is_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}: {value!r}")
+def _got(name: str, value: Any, kind: str) -> str:
+    got = f"got {type(value).__name__}"
+    if not hasattr(value, "dtype"):
+        return f"{got}: {value!r}"
+    if torch.compiler.is_compiling():  # a graph takes it as data
+        return f"{got} of no known value; pass {kind}({name}) into the compiled code"
+    return f"{got}: {value!r}; pass {kind}({name})"
+
+
+def check_is_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool | torch.SymBool):
+        raise TypeError(f"{name} must be True or False, {_got(name, value, 'bool')}")
+
+
+def as_int(name: str, value: Any) -> Any:
+    """What has an ``__index__`` as an int; a SymInt stays one.
+
+    Refused are a bool, a Tensor, which would wait for its device, and, while code is compiled, a
+    NumPy number, which is a tensor there.
+    """
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return value
+    is_data = torch.compiler.is_compiling() and hasattr(value, "dtype")
+    if not is_data and not isinstance(value, bool | Tensor):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an int, {_got(name, value, 'int')}")
 
 
 def check_dtype(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -1,5 +1,7 @@
 """What every sampler's call has: its arguments in a schema, their checks, the key's offset."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,7 +79,6 @@ def row_arguments(
     temperature: Tensor,
     seeds: Tensor,
     pos: Tensor,
-    pos_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """An op's first arguments; refuses what the dispatcher would refuse in words of its own."""
     if not (
@@ -92,8 +93,6 @@ def row_arguments(
         _checks.check_is_tensor("temperature", temperature)
         _checks.check_is_tensor("seeds", seeds)
         _checks.check_is_tensor("pos", pos)
-    if type(pos_offset) is not int:
-        _checks.check_is_int("pos_offset", pos_offset)
     return logits, idx_mapping, temperature, seeds, pos
 
 
@@ -113,5 +112,13 @@ def cache_arguments(
     if isinstance(cache_col, Tensor):
         return logits_cache, 0, cache_col
     if type(cache_col) is not int:
-        _checks.check_is_int("cache_col", cache_col)
+        return logits_cache, _checks.as_int("cache_col", cache_col), None
     return logits_cache, cache_col, None
+
+
+def checked_offset(pos_offset: Any, is_drafting: Any, apply_temperature: Any, use_fp64: Any) -> Any:
+    """``pos_offset`` as an int. Called where the types are not just int and bool."""
+    _checks.check_is_bool("is_drafting", is_drafting)
+    _checks.check_is_bool("apply_temperature", apply_temperature)
+    _checks.check_is_bool("use_fp64", use_fp64)
+    return _checks.as_int("pos_offset", pos_offset)

@@ -28,6 +28,7 @@ from dspark_ops._sampler_call import (
     SAMPLER_ARGS,
     cache_arguments,
     check_sampler,
+    checked_offset,
     key_offset,
     row_arguments,
     rows_and_cache_ref,
@@ -276,8 +277,13 @@ def gumbel_block_argmax(
     Raises:
         TypeError, ValueError: metadata that does not fit; nothing has been written then.
     """
-    rows = row_arguments(logits, idx_mapping, temperature, seeds, pos, pos_offset)
+    rows = row_arguments(logits, idx_mapping, temperature, seeds, pos)
     cache = cache_arguments(logits_cache, cache_col)
+    if not (
+        type(pos_offset) is int
+        and type(is_drafting) is type(apply_temperature) is type(use_fp64) is bool
+    ):
+        pos_offset = checked_offset(pos_offset, is_drafting, apply_temperature, use_fp64)
     flags = (pos_offset, is_drafting, apply_temperature, use_fp64)
     if cache:
         return torch.ops.dspark.gumbel_block_argmax_cache.default(*rows, *cache, *flags)

@@ -385,20 +385,19 @@ def prepare_dflash_inputs(
         context_slot_mapping, sample_indices, sample_pos, sample_idx_mapping, out_temperature,
         out_seeds,
     )
-    numbers = (
+    numbers: list[Any] = [
         max_target_query_len, mask_token_id, block_size, num_query_per_req, num_steps,
         max_model_len, sample_from_anchor, cp_rank, cp_size, cp_interleave,
-    )
+    ]
     # fmt: on
     for name, x in zip(_TENSORS, tensors, strict=True):
         if not isinstance(x, Tensor):
             _checks.check_is_tensor(name, x)
-    for name, value in zip(_NUMBERS, numbers, strict=True):
+    for i, (name, value) in enumerate(zip(_NUMBERS, numbers, strict=True)):
         if name == "sample_from_anchor":
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be a bool, got {type(value).__name__}: {value!r}")
+            _checks.check_is_bool(name, value)
         elif type(value) is not int:
-            _checks.check_is_int(name, value)
+            numbers[i] = _checks.as_int(name, value)
     padding: tuple[Tensor, ...] = ()
     if is_padding is not None:
         _checks.check_is_tensor("is_padding", is_padding)

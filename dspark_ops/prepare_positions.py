@@ -271,7 +271,7 @@ def prepare_positions(
     if isinstance(num_tokens, Tensor):
         raise TypeError("num_tokens must be an int, got a Tensor; without it the device is asked")
     if num_tokens is not None and type(num_tokens) is not int:
-        _checks.check_is_int("num_tokens", num_tokens)
+        num_tokens = _checks.as_int("num_tokens", num_tokens)
     arguments = (idx_mapping, query_start_loc, num_computed_tokens, positions, seq_lens)
     if is_padding is None:
         if num_tokens is not None:

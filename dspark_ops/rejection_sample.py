@@ -438,7 +438,9 @@ def rejection_sample(
     if draft_logits is not None:
         _checks.check_is_tensor("draft_logits", draft_logits)
     if type(num_steps) is not int:
-        _checks.check_is_int("num_steps", num_steps)
+        num_steps = _checks.as_int("num_steps", num_steps)
+    if type(use_fp64) is not bool:
+        _checks.check_is_bool("use_fp64", use_fp64)
     if not isinstance(method, str):
         raise TypeError(f"method must be a str, got {type(method).__name__}: {method!r}")
     requests = (cu_num_logits, pos, idx_mapping, temperature, seeds)

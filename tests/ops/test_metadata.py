@@ -6,6 +6,7 @@ The same arguments are refused by ``gumbel_sample`` and, where it has them, ``gu
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +73,24 @@ REFUSED = [
     ("pos", meta(B, dtype=I64), ValueError, "be on cpu.*; got meta"),
     ("pos_offset", 1.5, TypeError, "be an int, got float: 1.5"),
     ("pos_offset", True, TypeError, "be an int, got bool: True"),
+    ("pos_offset", torch.tensor(1), TypeError, r"be an int, got Tensor.*; pass int\(pos_offset\)"),
+    ("is_drafting", "yes", TypeError, "be True or False, got str: 'yes'"),
+    ("is_drafting", None, TypeError, "be True or False, got NoneType: None"),
+    ("apply_temperature", 0, TypeError, "be True or False, got int: 0"),
+    (
+        "apply_temperature",
+        torch.tensor(True),
+        TypeError,
+        "be True or False, got Tensor.*; pass bool",
+    ),
+    ("use_fp64", "yes", TypeError, "be True or False, got str: 'yes'"),
+    ("use_fp64", 1.0, TypeError, "be True or False, got float: 1.0"),
+    (
+        "use_fp64",
+        np.True_,
+        TypeError,
+        r"be True or False, got (bool|ndarray).*; pass bool\(use_fp64\)",
+    ),
     ("bias", 1.0, TypeError, "be a Tensor, got float: 1.0"),
     ("bias", torch.ones(B, V).double(), TypeError, "have dtype .*; got torch.float64"),
     ("bias", torch.ones(B, V).int(), TypeError, "have dtype .*; got torch.int32"),
@@ -101,6 +120,13 @@ REFUSED = [
     ("cache_col", 1.0, TypeError, "be an int, got float: 1.0"),
     ("cache_col", False, TypeError, "be an int, got bool: False"),
     ("cache_col", "1", TypeError, "be an int, got str: '1'"),
+    ("cache_col", np.True_, TypeError, r"be an int, got (bool|ndarray).*; pass int\(cache_col\)"),
+    (
+        "cache_col",
+        np.float32(1),
+        TypeError,
+        r"be an int, got (float32|ndarray).*; pass int\(cache_col\)",
+    ),
     ("cache_col", torch.tensor(1.0), TypeError, "have dtype .*; got torch.float32"),
     ("cache_col", torch.ones(B), TypeError, "have dtype .*; got torch.float32"),
     ("cache_col", torch.arange(B + 1), ValueError, r"have shape .*; got \(4,\)"),
@@ -169,3 +195,64 @@ def test_refused_when_compiled(op, name, value, error, text) -> None:
     arguments = bad_arguments(op, name, value)
     compiled = torch.compile(lambda kwargs: call(op, kwargs), fullgraph=True, backend="eager")
     assert_refused(compiled, arguments, Exception, f"(?s){name} must {text}")
+
+
+class Index:
+    """An int to Python, of no type that is known."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+OPS = ("gumbel_sample", "gumbel_block_argmax")
+
+
+def compiled_call(op: str) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(lambda kwargs: call(op, kwargs), fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array, Index])
+@pytest.mark.parametrize("op", OPS)
+def test_whatever_has_an_index_is_an_int(op: str, kind: Callable[[int], Any]) -> None:
+    wanted = bad_arguments(op, "pos_offset", 1)
+    given = {**bad_arguments(op, "pos_offset", kind(1)), "cache_col": kind(1)}
+    torch.testing.assert_close(call(op, given), call(op, wanted), rtol=0, atol=0)
+    assert torch.equal(given["logits_cache"], wanted["logits_cache"])
+    if kind is Index:
+        torch.testing.assert_close(compiled_call(op)(given), call(op, wanted), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["pos_offset", "cache_col"])
+@pytest.mark.parametrize("op", OPS)
+def test_numpy_numbers_are_refused_when_compiled(op: str, name: str) -> None:
+    """They are tensors of the graph, whose value is not known."""
+    text = rf"{name} must be an int, got ndarray of no known value; pass int\({name}\) into"
+    assert_refused(compiled_call(op), bad_arguments(op, name, np.int64(1)), Exception, text)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_symbolic_flags_and_numbers_are_traced(op: str) -> None:
+    """Two batches of other sizes in one graph, where both sizes give the same flags."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(kwargs: dict[str, Any]) -> Any:
+        rows = kwargs["logits"].shape[0]
+        return call(op, {**kwargs, "pos_offset": rows, "is_drafting": rows > 1})
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for repeat in (1, 2):
+        given = bad_arguments(op, "pos_offset", 0)
+        for name in ("logits", "idx_mapping", "pos", "bias", "draft_tokens"):
+            if name in given:
+                given[name] = torch.cat([given[name]] * repeat)
+        torch.testing.assert_close(compiled(given), function(given), rtol=0, atol=0)
+    assert len(graphs) == 1

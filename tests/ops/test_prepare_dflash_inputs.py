@@ -607,7 +607,13 @@ REFUSED = [
     ("num_steps", 0, ValueError, r"be in \[1, 2\^31\); got 0"),
     ("max_model_len", 0, ValueError, r"be in \[1, 2\^31\); got 0"),
     ("max_model_len", 2**31, ValueError, r"be in \[1, 2\^31\); got 2147483648"),
-    ("sample_from_anchor", 1, TypeError, "be a bool, got int: 1"),
+    ("sample_from_anchor", 1, TypeError, "be True or False, got int: 1"),
+    (
+        "sample_from_anchor",
+        np.False_,
+        TypeError,
+        "be True or False, got (bool|ndarray).*; pass bool",
+    ),
     ("cp_rank", 1, ValueError, r"be in \[0, cp_size\) = \[0, 1\); got 1"),
     ("cp_rank", -1, ValueError, r"be in \[0, cp_size\) = \[0, 1\); got -1"),
     ("cp_size", 0, ValueError, r"be in \[1, 2\^31\); got 0"),
@@ -644,6 +650,16 @@ def test_refused_when_compiled(name: str, value: Any, error: type[Exception], te
     torch._dynamo.reset()
     compiled = torch.compile(dspark_ops.prepare_dflash_inputs, fullgraph=True, backend="eager")
     assert_refused(compiled, {**good(), name: value}, Exception, f"(?s){name} must {text}")
+
+
+def test_numpy_ints_are_numbers() -> None:
+    given, wanted = good(), good()
+    numbers = {k: np.int64(v) for k, v in given.items() if type(v) is int}
+    assert "num_steps" in numbers
+    dspark_ops.prepare_dflash_inputs(**{**given, **numbers})
+    dspark_ops.prepare_dflash_inputs(**wanted)
+    for name in VECTORS:
+        assert torch.equal(given[name], wanted[name])
 
 
 def test_more_rows_than_the_buffers_have_are_refused() -> None:

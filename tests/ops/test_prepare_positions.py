@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -397,6 +398,13 @@ def test_refused_when_compiled(name: str, value: Any, error: type[Exception], te
     torch._dynamo.reset()
     compiled = torch.compile(dspark_ops.prepare_positions, fullgraph=True, backend="eager")
     assert_refused(compiled, {**good(), name: value}, Exception, f"(?s){name} must {text}")
+
+
+def test_a_numpy_int_is_a_number_of_tokens() -> None:
+    given, wanted = good(), good()
+    dspark_ops.prepare_positions(**{**given, "num_tokens": np.int32(5)})
+    dspark_ops.prepare_positions(**{**wanted, "num_tokens": 5})
+    assert torch.equal(given["is_padding"], wanted["is_padding"])
 
 
 def test_num_tokens_without_is_padding_is_refused() -> None:

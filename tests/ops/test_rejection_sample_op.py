@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -173,11 +174,21 @@ REFUSED = [
     ("seeds", torch.arange(S + 1), ValueError, r"have the shape .*\(4,\); got \(5,\)"),
     ("num_steps", 1.5, TypeError, "be an int, got float: 1.5"),
     ("num_steps", True, TypeError, "be an int, got bool: True"),
+    ("num_steps", np.True_, TypeError, r"be an int, got (bool|ndarray).*; pass int\(num_steps\)"),
+    ("num_steps", torch.tensor(2), TypeError, r"be an int, got Tensor.*; pass int\(num_steps\)"),
     ("num_steps", -1, ValueError, "be the most draft tokens .*; got -1"),
     ("num_steps", 129, ValueError, "be the most draft tokens .*; got 129"),
     ("num_steps", 3, None, r"draft_logits must have shape .*>= 3.*; got \(4, 2, 11\)"),
     ("method", "blocks", ValueError, "be 'standard' or 'block'; got 'blocks'"),
     ("method", None, TypeError, "be a str, got NoneType: None"),
+    ("use_fp64", "yes", TypeError, "be True or False, got str: 'yes'"),
+    ("use_fp64", 1, TypeError, "be True or False, got int: 1"),
+    (
+        "use_fp64",
+        np.False_,
+        TypeError,
+        r"be True or False, got (bool|ndarray).*; pass bool\(use_fp64\)",
+    ),
 ]
 CASES = [pytest.param(*case, id=f"{case[0]}-{n}") for n, case in enumerate(REFUSED)]
 
@@ -189,6 +200,8 @@ def assert_refused(call: Callable[..., Any], name, value, error, text) -> None:
 
 def test_good_arguments_are_taken() -> None:
     assert dspark_ops.rejection_sample(**good_arguments())[1].tolist() == [3, 1, 0]
+    given = {**good_arguments(), "num_steps": np.int64(2)}
+    assert dspark_ops.rejection_sample(**given)[1].tolist() == [3, 1, 0]
 
 
 @pytest.mark.parametrize(("name", "value", "error", "text"), CASES)
@@ -196,8 +209,8 @@ def test_refused(name, value, error, text) -> None:
     assert_refused(dspark_ops.rejection_sample, name, value, error, text)
 
 
-# What is no tensor, int or str is refused by the public function.
-METADATA = [case for case in CASES if "be a" not in case.values[3]]
+# What is no tensor, int, bool or str is refused by the public function.
+METADATA = [case for case in CASES if not case.values[3].startswith(("be a", "be True"))]
 
 
 @pytest.mark.parametrize(("name", "value", "error", "text"), METADATA)
