@@ -8,13 +8,15 @@ what stands, by the standard and by the block rule. Plain decoding runs the targ
 
 - greedy: the text must be the same, token for token;
 - sampled: K continuations of one prompt each way, whose tokens must follow one distribution (a
-  two-sample chi-square test at each of the first positions).
+  two-sample chi-square test at each of the first positions; dof are its degrees of freedom).
 
-Exits with 1 if they are not. Prints the accepted length by position, the target's forwards saved
-and the times; with --picture it draws the former. Shape letters as in draft_step.py.
+Exits with 1 if they are not, or if K is too small to tell. Prints the accepted length by position,
+the target's forwards saved and the times; with --picture it draws the former. Shape letters as in
+draft_step.py.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +43,8 @@ METHODS = ("standard", "block")
 POSITIONS = 3  # of a sampled continuation, whose tokens are compared
 # Of a run without a fault: the chance that one of its tests fails.
 FALSE_ALARM = 1e-4
+COMMON = 10  # samples of both sides: a token seen so often has a cell of the test
+MAX_RARE_CELLS = 8
 
 
 def over_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -139,7 +143,7 @@ class Captured:
 
 
 class Progress:
-    """A bar on standard error; the time of all that ran inside."""
+    """The time of all that ran inside, on standard error; a bar before, if that is a terminal."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -149,6 +153,8 @@ class Progress:
         return self.show
 
     def show(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
         filled = 30 * done // total
         bar = "#" * filled + "." * (30 - filled)
         print(f"\r{self.name:20s} [{bar}] {done}/{total}", end="", file=sys.stderr, flush=True)
@@ -157,7 +163,8 @@ class Progress:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.start
-        print(f"  {self.seconds:.1f} s", file=sys.stderr)
+        name = "" if sys.stderr.isatty() else f"{self.name:20s}"
+        print(f"{name}  {self.seconds:.1f} s", file=sys.stderr)
 
 
 def by_position(result: Generation, num_steps: int) -> list[float]:
@@ -166,22 +173,46 @@ def by_position(result: Generation, num_steps: int) -> list[float]:
     return [sum(count > i for count in counts) / len(counts) for i in range(num_steps)]
 
 
-def same_distribution(ids: Tensor, other: Tensor) -> float:
-    """p-value of the two-sample chi-square test on equally many token ids each, i64 [K]."""
+def same_distribution(ids: Tensor, other: Tensor) -> tuple[float, int]:
+    """Two-sample chi-square test on equally many token ids each, i64 [K].
+
+    Returns (p-value, degrees of freedom). Of 0 degrees nothing is compared: the p-value is NaN.
+    """
     vocab = int(torch.cat((ids, other)).max()) + 1
     counts = torch.stack([torch.bincount(x, minlength=vocab) for x in (ids, other)]).double()
-    common = counts.sum(0) >= 10
-    # Rare tokens share a cell.
-    rest = counts[:, ~common].sum(1, keepdim=True)
-    cells = torch.cat((counts[:, common], rest), dim=1)
+    is_rare = counts.sum(0) < COMMON
+    # Rare tokens share cells, by a hash that knows nothing of the samples.
+    num_cells = min(max(int(counts[:, is_rare].sum()) // (2 * COMMON), 1), MAX_RARE_CELLS)
+    cell = (is_rare.nonzero()[:, 0] * 0x9E3779B1 & 0xFFFFFFFF) * num_cells >> 32
+    rare = counts.new_zeros(2, num_cells).index_add_(1, cell, counts[:, is_rare])
+    cells = torch.cat((counts[:, ~is_rare], rare), dim=1)
     cells = cells[:, cells.sum(0) > 0]
     expected = cells.sum(0, keepdim=True) / 2
     statistic = ((cells - expected) ** 2 / expected).sum()
     freedom = cells.shape[1] - 1
     if freedom == 0:
-        return 1.0
+        return math.nan, 0
     half = torch.tensor(freedom / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, statistic.cpu() / 2))
+    return float(torch.special.gammaincc(half, statistic.cpu() / 2)), freedom
+
+
+def compare_samples(
+    plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]], alarm: float
+) -> tuple[list[str], list[str]]:
+    """What each position shows, and why those fail that do. Token 0 is the target's own draw."""
+    notes, reasons = [], []
+    for i in range(1, 1 + POSITIONS):
+        p, freedom = same_distribution(
+            *(torch.tensor([ids[i] for ids in x]) for x in (plain, other))
+        )
+        notes.append(f"{p:.3f} ({freedom} dof)" if freedom > 0 else "too few samples")
+        if freedom == 0:
+            reasons.append(
+                f"token {i + 1}: too few samples, pass --samples {2 * len(plain)} or more"
+            )
+        elif p < alarm:
+            reasons.append(f"token {i + 1}: samples follow another distribution")
+    return notes, reasons
 
 
 def print_bars(shares: dict[str, list[float]]) -> None:
@@ -279,22 +310,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result = generate(
                 pair, prompts, length, 1.0, step, next(seeds), verify_with(method), progress
             )
-        p_values = [
-            same_distribution(
-                torch.tensor([ids[i] for ids in plain]),
-                torch.tensor([ids[i] for ids in result.token_ids]),
-            )
-            for i in range(1, 1 + POSITIONS)  # token 0 is the target's own draw
-        ]
-        if min(p_values) < alarm:
-            failed.append(f"samples of {method} follow another distribution")
+        notes, reasons = compare_samples(plain, result.token_ids, alarm)
+        failed += [f"{method}, {reason}" for reason in reasons]
         shares[method] = by_position(result, n)
         means[method] = result.mean_accepted
-        text = ", ".join(f"{p:.3f}" for p in p_values)
         print(
-            f"{method}, sampled: p-values of tokens 2 to {1 + POSITIONS} against plain {text} "
-            f"(alarm below {alarm:.1g}); {len(result.rounds) + 1} forwards of the target instead "
-            f"of {forwards}"
+            f"{method}, sampled: p-values of tokens 2 to {1 + POSITIONS} against plain "
+            f"{', '.join(notes)}, alarm below {alarm:.1g}; {len(result.rounds) + 1} forwards of "
+            f"the target instead of {forwards}"
         )
     print_bars(shares)
     print("accepted a round: " + ", ".join(f"{name} {mean:.2f}" for name, mean in means.items()))

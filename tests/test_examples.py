@@ -5,6 +5,8 @@ import dataclasses
 import importlib
 import json
 import lzma
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,10 +174,26 @@ def test_speculative_decoding_equals_plain_decoding(
     picture = tmp_path / "accepted.svg"
     arguments = ["--tokens", "10", "--samples", "32", "--picture", str(picture)]
     example("speculative_decode").main(arguments)
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert len(re.findall(r"\d\.\d{3} \([1-9]\d* dof\)", printed)) == 2 * 3
     assert printed.count("the same text") == 2
     assert printed.splitlines()[-1] == "greedy text equal, samples of one distribution"
     assert picture.read_text().count("<rect") == 1 + 2 * 7 + 2
+    # What is no terminal gets no bar.
+    lines = [re.sub(r" +\d+\.\d s$", "", line) for line in progress.split("\n") if line]
+    assert lines == ["plain, greedy", "compiling", "standard, greedy", "block, greedy"] + [
+        f"{way}, sampled" for way in ("plain", "standard", "block")
+    ]
+
+
+def test_a_terminal_gets_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with example("speculative_decode").Progress("drafting") as show:
+        show(1, 3)
+    bar = "#" * 10 + "." * 20
+    assert capsys.readouterr().err.startswith(f"\rdrafting             [{bar}] 1/3  0.")
 
 
 def test_the_two_sample_test_tells_distributions_apart() -> None:
@@ -183,8 +201,34 @@ def test_the_two_sample_test_tells_distributions_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     law = torch.tensor([0.5, 0.2, 0.2, 0.1])
     ids = [torch.multinomial(law, 400, True, generator=generator) for _ in range(41)]
-    p_values = [same_distribution(ids[0], other) for other in ids[1:]]
+    p_values, freedoms = zip(*(same_distribution(ids[0], other) for other in ids[1:]), strict=True)
+    assert set(freedoms) == {3}
     assert min(p_values) > 1e-4
     assert sum(p > 0.5 for p in p_values) in range(5, 36)
     other = torch.multinomial(law.flip(0), 400, True, generator=generator)
-    assert same_distribution(ids[0], other) < 1e-10
+    assert same_distribution(ids[0], other)[0] < 1e-10
+
+
+def test_rare_tokens_alone_can_tell_distributions_apart() -> None:
+    same_distribution = example("speculative_decode").same_distribution
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(60, (41, 40), generator=generator)
+    p_values, freedoms = zip(*(same_distribution(ids[0], other) for other in ids[1:]), strict=True)
+    assert set(freedoms) == {3}
+    assert min(p_values) > 1e-4
+    assert sum(p > 0.5 for p in p_values) in range(5, 36)
+    # Five tokens, eight times each, against five others: a hash may bring them together.
+    pairs = [torch.randperm(4096, generator=generator)[:10].view(2, 5) for _ in range(100)]
+    p_values = [same_distribution(*pair.repeat(1, 8))[0] for pair in pairs]
+    assert sum(p < 1e-3 for p in p_values) > 50
+
+
+def test_too_few_samples_are_no_pass() -> None:
+    speculative_decode = example("speculative_decode")
+    texts = [[0, token, token, token] for token in range(9)]
+    p, freedom = speculative_decode.same_distribution(torch.arange(9), torch.arange(9))
+    assert (math.isnan(p), freedom) == (True, 0)
+    notes, reasons = speculative_decode.compare_samples(texts, texts, 1e-4)
+    assert notes == ["too few samples"] * 3
+    assert reasons[0] == "token 2: too few samples, pass --samples 18 or more"
+    assert len(reasons) == 3
