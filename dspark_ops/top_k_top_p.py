@@ -25,9 +25,18 @@ import torch
 from torch import Tensor
 
 from dspark_ops import _checks
+from dspark_ops._launch import launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._triton import require_triton
+from dspark_ops._vector_checks import MAX_INT32
 from dspark_ops.mass import mass_shift, masses_ref
+from dspark_ops.top_k_top_p_begin import _top_k_top_p_begin_kernel
+from dspark_ops.top_k_top_p_collect import _top_k_top_p_collect_kernel
+from dspark_ops.top_k_top_p_mask import _top_k_top_p_mask_kernel
+from dspark_ops.top_k_top_p_sample import _top_k_top_p_sample_kernel
+from dspark_ops.top_k_top_p_select import _top_k_top_p_select_kernel
+from dspark_ops.top_k_top_p_state import NUM_WORDS
+from dspark_ops.top_k_top_p_sums import _top_k_top_p_sums_kernel
 
 # 1 reference
 
@@ -90,12 +99,167 @@ def _check_in_place(logits: Tensor, k: Tensor | None, p: Tensor | None) -> None:
         )
 
 
+# What a program of a pass over the rows takes: enough programs to fill the GPU, few enough that
+# their sums are a short read for the next kernel.
+CHUNK_V = 2048
+MAX_TILES = 8  # a bit of 32 for each tile of COLLECT
+NUM_PROGRAMS = 800
+NUM_GROUPS = 32
+NUM_PIVOTS = 8
+MAX_CANDIDATES = 16384
+NUM_BINS = 256
+SAMPLE = 8192
+RUN = 128
+BLOCK_C = 64
+BLOCK_G = 1024
+# Tile, warps and iterations whose loads are in flight at a time of each kernel.
+SUMS = (512, 4, 4)
+COLLECT = (512, 4, 2)
+SELECT = (2048, 8)
+MASK = (2048, 8)
+SAMPLE_WARPS = 8
+BEGIN_WARPS = 4
+
+# By what decides the compiled code, as gumbel_sample has it. Cleared when full.
+_variants: dict[tuple[Any, ...], dict[Any, Any]] = {}
+_MAX_VARIANTS = 1024
+
+
+def _scratch(like: Tensor, dtype: torch.dtype, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Uninitialised vectors that all begin at a multiple of 16 bytes."""
+    padded = [(size + 3) // 4 * 4 for size in sizes]
+    return like.new_empty(sum(padded), dtype=dtype).split(padded)
+
+
+def _launch(out: Tensor, logits: Tensor, k: Tensor | None, p: Tensor | None, mask: float) -> None:
+    num_rows, vocab = logits.shape
+    if num_rows == 0 or (k is None and p is None):
+        if out is not logits:
+            out.copy_(logits)
+        return
+    has_k, has_p = k is not None, p is not None
+    num_tiles = (vocab + CHUNK_V - 1) // CHUNK_V
+    chunk_tiles = min(MAX_TILES, max(1, num_rows * num_tiles // NUM_PROGRAMS))
+    num_chunks = (num_tiles + chunk_tiles - 1) // chunk_tiles
+    num_groups = num_chunks * NUM_GROUPS
+    num_programs = num_rows * num_chunks
+    num_candidates = num_rows * MAX_CANDIDATES
+    shift = mass_shift(vocab)
+    stride_out, stride_logits = out.stride(0), logits.stride(0)
+
+    with on_device(logits):
+        sums, totals, maxima = _scratch(
+            logits, torch.float32, [num_programs * NUM_PIVOTS, num_programs, num_programs]
+        )
+        state, pivots, ranks, new_pivots, first_nan, num_finite, groups, counts, keys, ids = (
+            _scratch(
+                logits,
+                torch.int32,
+                [num_rows * NUM_WORDS, *(3 * [num_rows * NUM_PIVOTS])]
+                + [num_programs, num_programs, num_rows * num_groups * has_k, num_programs]
+                + [num_candidates, num_candidates],
+            )
+        )
+        masses, masses_above, candidate_masses = _scratch(
+            logits, torch.int64, [num_programs, num_programs, num_candidates * has_p]
+        )
+        given_k, given_p = state if k is None else k, maxima if p is None else p
+        stride_k, stride_p = given_k.stride(0), given_p.stride(0)
+        options = launch_options(logits)
+        pdl = options.pop("LAUNCH_PDL")
+        key = (logits.get_device(), vocab, stride_out, stride_logits, has_k, has_p, out is logits)
+        kept: dict[Any, Any] = {}
+        largest = max(stride_out, stride_logits, stride_k, stride_p, num_candidates)
+        if (logits.data_ptr() | out.data_ptr()) % 16 == 0 and largest <= MAX_INT32:
+            if len(_variants) >= _MAX_VARIANTS:
+                _variants.clear()
+            kept = _variants.setdefault(key, {})
+
+        def run(kernel: Any, name: Any, programs: int, num_warps: int, *args: Any) -> None:
+            launched = {"num_warps": num_warps, **options}
+            kept[name] = launch(kept.get(name), kernel, launched, (programs, 1, 1), *args)
+
+        def run_sums(name: Any, given_pivots: Tensor, is_first: bool, has_cut: bool) -> None:
+            run(
+                _top_k_top_p_sums_kernel,
+                name,
+                num_programs,
+                SUMS[1],
+                *(sums, totals, maxima, first_nan, num_finite, groups, state, given_pivots),
+                *(logits, vocab, num_chunks, chunk_tiles, stride_logits),
+                *(is_first, has_cut, has_k, pdl, NUM_WORDS, CHUNK_V),
+                *(NUM_PIVOTS, NUM_GROUPS, SUMS[0], SUMS[2]),
+            )
+
+        given = (given_k, given_p, vocab)
+        strides = (stride_logits, stride_k, stride_p)
+        for second in (False, True) if has_k and has_p else (False,):
+            run(
+                _top_k_top_p_sample_kernel,
+                ("sample", second),
+                num_rows,
+                SAMPLE_WARPS,
+                *(state, pivots, ranks, logits, *given, num_groups, *strides),
+                *(second, has_k, has_p, pdl, NUM_WORDS, NUM_PIVOTS, NUM_BINS, SAMPLE, RUN),
+            )
+            run_sums(("sums", second), pivots, not second, second)
+            run(
+                _top_k_top_p_begin_kernel,
+                ("begin", second),
+                num_rows,
+                BEGIN_WARPS,
+                *(
+                    state,
+                    new_pivots,
+                    pivots,
+                    ranks,
+                    sums,
+                    totals,
+                    maxima,
+                    first_nan,
+                    num_finite,
+                    groups,
+                ),
+                *(*given, num_chunks, num_groups, stride_k, stride_p),
+                *(second, has_k, has_p, pdl, NUM_WORDS, NUM_PIVOTS, BLOCK_C, BLOCK_G),
+            )
+            run_sums(("sums again", second), new_pivots, False, second)
+            exact = (masses, masses_above, counts, keys, ids, candidate_masses)
+            run(
+                _top_k_top_p_collect_kernel,
+                ("collect", second),
+                num_programs,
+                COLLECT[1],
+                *(state, *exact, new_pivots, sums, totals, logits, *given, shift),
+                *(num_chunks, chunk_tiles, *strides),
+                *(second, has_k, has_p, pdl),
+                *(NUM_WORDS, CHUNK_V, MAX_CANDIDATES, NUM_PIVOTS, BLOCK_C),
+                *(COLLECT[0], COLLECT[2]),
+            )
+            run(
+                _top_k_top_p_select_kernel,
+                ("select", second),
+                num_rows,
+                SELECT[1],
+                *(state, *exact, logits, *given, shift, num_chunks, *strides),
+                *(second, has_k, has_p, pdl, NUM_WORDS, MAX_CANDIDATES, BLOCK_C, SELECT[0]),
+            )
+        run(
+            _top_k_top_p_mask_kernel,
+            "mask",
+            num_programs,
+            MASK[1],
+            *(out, logits, state, vocab, mask, num_chunks, chunk_tiles),
+            *(stride_out, stride_logits, out is logits, pdl, NUM_WORDS, CHUNK_V, MASK[0]),
+        )
+
+
 def _top_k_top_p_launch_(
     logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float
 ) -> None:
     require_triton("top_k_top_p_")
     _check_in_place(logits, k, p)
-    raise NotImplementedError
+    _launch(logits, logits, k, p, mask_value)
 
 
 def _top_k_top_p_launch(
@@ -103,7 +267,9 @@ def _top_k_top_p_launch(
 ) -> Tensor:
     require_triton("top_k_top_p")
     _check(logits, k, p)
-    raise NotImplementedError
+    out = logits.new_empty(logits.shape)
+    _launch(out, logits, k, p, mask_value)
+    return out
 
 
 # 4 op
@@ -149,16 +315,12 @@ def top_k_top_p_(
 # 5 CPU
 
 
-def _cpu_(
-    logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float
-) -> None:
+def _cpu_(logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float) -> None:
     _check_in_place(logits, k, p)
     logits.copy_(top_k_top_p_ref(logits, k, p, mask_value))
 
 
-def _cpu(
-    logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float
-) -> Tensor:
+def _cpu(logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float) -> Tensor:
     _check(logits, k, p)
     return top_k_top_p_ref(logits, k, p, mask_value)
 
@@ -166,15 +328,11 @@ def _cpu(
 # 6 fake
 
 
-def _fake_(
-    logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float
-) -> None:
+def _fake_(logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float) -> None:
     _check_in_place(logits, k, p)
 
 
-def _fake(
-    logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float
-) -> Tensor:
+def _fake(logits: Tensor, k: Tensor | None, p: Tensor | None, mask_value: float) -> Tensor:
     _check(logits, k, p)
     return logits.new_empty(logits.shape)
 
