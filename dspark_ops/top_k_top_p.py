@@ -56,7 +56,9 @@ def top_k_top_p_ref(
         top = ordered[:, :1]
         mass = masses_ref(ordered, top, mass_shift(vocab)) * keep
         total = mass.sum(-1, keepdim=True)
-        goal = (p.clamp(min=0).double().view(-1, 1) * total).ceil().clamp(min=1)
+        share = p.view(-1, 1).where(p_on, 0).clamp(min=0).double()
+        # Back to an integer: beside a float, sums from 2^53 on would be rounded.
+        goal = (share * total).ceil().to(torch.int64).clamp(min=1)
         goal = goal.where(top < torch.inf, 1)
         before = mass.cumsum(-1) - mass
         keep &= (before < goal) | ~p_on
