@@ -29,7 +29,7 @@ from dspark_ops._launch import launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._triton import require_triton
 from dspark_ops._vector_checks import MAX_INT32
-from dspark_ops.mass import mass_shift, masses_ref
+from dspark_ops.mass import LARGEST, mass_shift, masses_ref
 from dspark_ops.top_k_top_p_begin import _top_k_top_p_begin_kernel
 from dspark_ops.top_k_top_p_collect import _top_k_top_p_collect_kernel
 from dspark_ops.top_k_top_p_mask import _top_k_top_p_mask_kernel
@@ -307,6 +307,8 @@ def top_k_top_p_(
         raise TypeError(
             f"mask_value must be a float, got {type(mask_value).__name__}: {mask_value!r}"
         )
+    if LARGEST < abs(mask_value) < torch.inf:
+        raise ValueError(f"mask_value must be an f32 number or infinite; got {mask_value!r}")
     if is_plain_gpu_call(logits):
         _top_k_top_p_launch_(logits, k, p, float(mask_value))
     else:
