@@ -14,6 +14,7 @@ OPS = (
     "gumbel_combine",
     "prepare_positions",
     "prepare_dflash_inputs",
+    "top_k_top_p_",
 )
 
 NO_TRITON = """
@@ -47,11 +48,13 @@ calls = {
     "gumbel_combine": lambda f: f(x, x.long()),
     "prepare_positions": lambda f: on_sample(f, "prepare_positions"),
     "prepare_dflash_inputs": lambda f: on_sample(f, "prepare_dflash_inputs"),
+    "top_k_top_p_": lambda f: f(x, None, None, mask_value=-1.0),
 }
 for name, call in calls.items():
     print("reference", name, call(getattr(dspark_ops, name)))
+    stem = name.rstrip("_")
     try:
-        call(getattr(module(name), f"_{name}_launch"))
+        call(getattr(module(stem), f"_{stem}_launch{name[len(stem):]}"))
     except RuntimeError as error:
         print("error", error)
 """
