@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import dspark_ops
 from dspark_ops import noise
-from tests.ops import rejection_cases, rejection_model
+from tests.ops import rejection_cases, rejection_model, top_k_top_p_cases
 from tests.ops.prepare_batches import dflash_batch, positions_batch, put_any_values
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -262,6 +262,27 @@ def verification() -> None:
                     failures.append(label)
 
 
+def filters() -> None:
+    """Rows of every kind, one and both filters, in place inside a larger buffer and not."""
+    for number, (vocab, pad) in enumerate(
+        ((1, 0), (7, 2), (1023, 1), (1024, 0), (1025, 0), (4097, 3), (20000, 0), (151936, 1))
+    ):
+        rows = top_k_top_p_cases.rows_of_all_kinds(1, vocab + pad, number)[:, pad:]
+        k, p = top_k_top_p_cases.make_filters(len(rows), vocab, number)
+        for ks, ps, mask_value in ((k, p, -1e4), (k, None, float("-inf")), (None, p, 9.5)):
+            wanted = torch.ops.dspark.top_k_top_p(rows, ks, ps, mask_value)
+            args = tuple(to_gpu(x) for x in (rows, ks, ps))
+            copied = torch.ops.dspark.top_k_top_p(*args, mask_value)
+            in_place = dspark_ops.top_k_top_p_(*args, mask_value=mask_value)
+            torch.cuda.synchronize()
+            same = top_k_top_p_cases.same_bits
+            ok = same(copied, wanted) and same(in_place, wanted)
+            label = f"top_k_top_p_ {tuple(rows.shape)} {ks is not None} {ps is not None}"
+            print("ok    " if ok else "WRONG ", label, flush=True)
+            if not ok:
+                failures.append(label)
+
+
 def main() -> int:
     if "--poison" in sys.argv[1:]:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -272,6 +293,7 @@ def main() -> int:
     embedding()
     prepare()
     verification()
+    filters()
     print(f"{len(failures)} wrong")
     return 1 if failures else 0
 

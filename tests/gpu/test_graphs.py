@@ -344,6 +344,53 @@ class Verification(Case):
         return tuple(wanted), {}
 
 
+class Filter(Case):
+    """top_k_top_p_ on a copy of the logits, in a buffer with rows to spare; rows past the batch
+    have no filter."""
+
+    mutated = ("filtered",)
+
+    def batch(self, rows: int, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        logits = make_inputs(ROWS, VOCAB, torch.float32, seed=seed, first_kind=seed).logits
+        k = torch.randint(-1, 60, (ROWS,), device="cuda", generator=generator, dtype=torch.int32)
+        p = torch.rand(ROWS, device="cuda", generator=generator) * 1.2
+        k[rows:], p[rows:] = 0, 1.0
+        return {
+            "logits": logits,
+            "k": k,
+            "p": p,
+            "filtered": torch.zeros(ROWS + 2, VOCAB + 3, device="cuda"),
+        }
+
+    def run(self, buffers: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        view = buffers["filtered"][:ROWS, :VOCAB]
+        view.copy_(buffers["logits"])
+        dspark_ops.top_k_top_p_(view, buffers["k"], buffers["p"])
+        return ()
+
+    def wanted(self, rows: int) -> tuple[tuple[Tensor, ...], Results]:
+        buffers = {name: x.cpu() for name, x in self.poisoned().items()}
+        self.run(buffers)
+        filtered = buffers["filtered"].cuda()
+        assert same_bits(filtered[rows:ROWS, :VOCAB], self.buffers["logits"][rows:])
+        return (), {"filtered": filtered}
+
+
+class FilterOfLogits(Filter):
+    """top_k_top_p, which leaves its input as it is."""
+
+    mutated = ()
+
+    def run(self, buffers: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        arguments = (buffers["logits"], buffers["k"], buffers["p"], -1e4)
+        return (torch.ops.dspark.top_k_top_p(*arguments),)
+
+    def wanted(self, rows: int) -> tuple[tuple[Tensor, ...], Results]:
+        buffers = {name: x.cpu() for name, x in self.buffers.items()}
+        return tuple(x.cuda() for x in self.run(buffers)), {}
+
+
 CASES: dict[str, Callable[[], Case]] = {
     **{
         "gumbel_sample" + "_embed" * embed + "_cache" * cache + "_draft" * draft: (
@@ -361,6 +408,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "prepare_dflash_inputs_padding": lambda: DflashInputs(padding=True, from_anchor=False),
     "rejection_sample": lambda: Verification("standard"),
     "rejection_sample_block": lambda: Verification("block"),
+    "top_k_top_p_": Filter,
+    "top_k_top_p": FilterOfLogits,
 }
 
 
@@ -495,6 +544,7 @@ FIRST_CALL = """
         "prepare_positions_padding",
         "prepare_dflash_inputs_padding",
         "rejection_sample_block",
+        "top_k_top_p_",
     ],
 )
 def test_b3_14_first_call_under_capture(name: str, tmp_path: Path) -> None:
