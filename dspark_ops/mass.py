@@ -1,11 +1,11 @@
 """Probabilities as integers: ``exp(x - max(x))`` in units of 2^-44 of the largest, in an int64.
 
 Integer sums have no rounding and no order, so a prefix of a row has the same mass in any order of
-summation, for any tiling, batch and device. The largest logit weighs 2^44 less a rounding, so no
-total is zero, and 2^18 tokens of that weight still fit (a larger vocabulary drops low bits,
-``shift``). Relative error of a mass, down to where 2^-44 ends it: polynomial 7.5e-8, fixed point of
-the logits 6e-8; of the share of any prefix, at most a half of that. Logits more than 30.375 below
-the largest weigh nothing: 2^18 of them together 1.7e-8 of the whole.
+summation, for any tiling, batch and device. The largest logit weighs 2^44 exactly, so no total is
+zero, and 2^18 tokens of that weight still fit (a larger vocabulary drops low bits, ``shift``).
+Relative error of a mass, down to where 2^-44 ends it: polynomial 8.4e-8, fixed point of the logits
+6e-8; of the share of any prefix, at most a half of that. Logits 30.48 and more below the largest
+weigh nothing: 2^18 of them together 1.5e-8 of the whole.
 
 ``masses_ref`` in PyTorch is the specification; the Triton function gives the same integers.
 """
@@ -20,12 +20,12 @@ from dspark_ops._triton import tl, triton
 # has a difference to it without rounding, and else a size below 128, so that 32 bits suffice.
 LOG2_E = 1549082005  # * 2^-30
 Z_OF_MAX = 44 << 54
-NEAR = 30.375
+NEAR = 30.484375
 LARGE = 64.0
 LARGEST = torch.finfo(torch.float32).max
-# 2^f * 2^30 for the fraction f of z: of the polynomials of degree 5 the one with the smallest
-# relative error on [0, 1), 7.5e-8.
-POLYNOMIAL = (2016033, 9652230, 59943053, 257862983, 744267445, 1073741744)
+# 2^f * 2^30 for the fraction f of z: of the polynomials of degree 5 that are exact at 0 the one with
+# the smallest relative error on [0, 1), 8.4e-8.
+POLYNOMIAL = (2004816, 9681963, 59914700, 257874615, 744265554, 1073741824)
 
 _TL_LOG2_E = tl.constexpr(LOG2_E)
 _TL_Z_OF_MAX = tl.constexpr(Z_OF_MAX)

