@@ -1,4 +1,7 @@
-"""Triton kernels for the draft step of speculative decoding, as ``torch.ops.dspark`` ops."""
+"""Triton kernels for the draft step of speculative decoding, as ``torch.ops.dspark`` ops.
+
+``warmup`` compiles them before a server serves; ``health`` counts what they tolerate.
+"""
 
 import torch
 
@@ -16,6 +19,7 @@ from dspark_ops.health import health  # noqa: E402
 from dspark_ops.prepare_dflash_inputs import prepare_dflash_inputs  # noqa: E402
 from dspark_ops.prepare_positions import prepare_positions  # noqa: E402
 from dspark_ops.rejection_sample import rejection_sample  # noqa: E402
+from dspark_ops.warmup import warmup  # noqa: E402
 
 __all__ = [
     "__version__",
@@ -26,4 +30,5 @@ __all__ = [
     "prepare_dflash_inputs",
     "prepare_positions",
     "rejection_sample",
+    "warmup",
 ]
