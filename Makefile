@@ -17,7 +17,7 @@ help:
 	@echo "make test-gpu  the tests of the kernels on a GPU"
 	@echo "make lint      ruff and mypy"
 	@echo "make accept    rewrite the expected graphs, then show the difference"
-	@echo "make bench     time the draft loop, its inputs and verification on a GPU"
+	@echo "make bench     time the draft loop, its inputs, verification and filtering on a GPU"
 
 .venv/ready: Makefile pyproject.toml
 	python3 -m venv .venv
@@ -52,6 +52,7 @@ bench:
 	$(PYTHON) examples/benchmarks/draft_loop.py
 	$(PYTHON) examples/benchmarks/draft_inputs.py
 	$(PYTHON) examples/benchmarks/verification.py
+	$(PYTHON) examples/benchmarks/filtering.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,4 +1,7 @@
-"""Triton kernels for the draft step of speculative decoding, as ``torch.ops.dspark`` ops."""
+"""Triton kernels for the draft step of speculative decoding, as ``torch.ops.dspark`` ops.
+
+``warmup`` compiles them before a server serves; ``health`` counts what they tolerate.
+"""
 
 import torch
 
@@ -17,6 +20,7 @@ from dspark_ops.prepare_dflash_inputs import prepare_dflash_inputs  # noqa: E402
 from dspark_ops.prepare_positions import prepare_positions  # noqa: E402
 from dspark_ops.rejection_sample import rejection_sample  # noqa: E402
 from dspark_ops.top_k_top_p import top_k_top_p_  # noqa: E402
+from dspark_ops.warmup import warmup  # noqa: E402
 
 __all__ = [
     "__version__",
@@ -28,4 +32,5 @@ __all__ = [
     "prepare_positions",
     "rejection_sample",
     "top_k_top_p_",
+    "warmup",
 ]

@@ -14,13 +14,15 @@ the batch (``noise.py``).
 Source: the Gumbel-max trick; the two-stage reduction follows vLLM 0.33's V2 sampler.
 """
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import on_device
+from dspark_ops._launch import is_aligned, launch, on_device, unaligned
 from dspark_ops._library import register
 from dspark_ops._sampler_call import (
     CACHE_ARGS,
@@ -33,6 +35,7 @@ from dspark_ops._sampler_call import (
     row_arguments,
     rows_and_cache_ref,
 )
+from dspark_ops._serving import Call, Serving, sampler_arguments
 from dspark_ops._triton import require_triton, tl, triton
 from dspark_ops.health import ACTIVE, count_rows, count_rows_ref
 from dspark_ops.noised import noised_logits_ref, noised_values
@@ -148,7 +151,12 @@ def _gumbel_block_argmax_kernel(
     tl.store(block_argmax_ptr + program, best_id.to(tl.int64))
 
 
+_gumbel_block_argmax_unaligned_kernel = unaligned(_gumbel_block_argmax_kernel)
+
+
 # 3 launcher
+
+NUM_WARPS = 4
 
 
 def _check(
@@ -194,19 +202,26 @@ def _gumbel_block_argmax_launch(
     num_rows, num_blocks = block_max.shape
     if num_rows == 0:
         return block_max, block_argmax
-    cache = {"num_cols": 0, "stride_cache_s": 0, "stride_cache_c": 0}
+    num_cols = stride_cache_s = stride_cache_c = 0
+    written = logits
     if logits_cache is not None:
-        strides = logits_cache.stride()
-        cache = {
-            "num_cols": logits_cache.shape[1],
-            "stride_cache_s": strides[0],
-            "stride_cache_c": strides[1],
-        }
+        num_cols = logits_cache.shape[1]
+        stride_cache_s, stride_cache_c, _ = logits_cache.stride()
+        written = logits_cache
+    vocab, stride_logits_b = logits.shape[1], logits.stride(0)
+    strides = (stride_logits_b, stride_cache_s, stride_cache_c)
+    kernel = _gumbel_block_argmax_unaligned_kernel
+    if is_aligned(vocab, *strides, logits.data_ptr(), written.data_ptr()):
+        kernel = _gumbel_block_argmax_kernel
     with on_device(logits):
         if ACTIVE:
             cached = (logits_cache, cache_col, cache_cols)
             count_rows("gumbel_block_argmax", logits, idx_mapping, temperature, None, *cached)
-        _gumbel_block_argmax_kernel[(num_rows * num_blocks,)](
+        launch(
+            None,
+            kernel,
+            {"num_warps": NUM_WARPS},
+            (num_rows * num_blocks, 1, 1),
             block_max_ptr=block_max,
             block_argmax_ptr=block_argmax,
             logits_ptr=logits,
@@ -214,24 +229,25 @@ def _gumbel_block_argmax_launch(
             temperature_ptr=temperature,
             seeds_ptr=seeds,
             pos_ptr=pos,
-            cache_ptr=logits if logits_cache is None else logits_cache,
+            cache_ptr=written,
             col_ptr=pos if cache_cols is None else cache_cols,
-            V=logits.shape[1],
+            V=vocab,
             num_slots=temperature.shape[0],
+            num_cols=num_cols,
             num_blocks=num_blocks,
             col=cache_col,
             offset=key_offset(pos_offset, is_drafting),
-            stride_logits_b=logits.stride(0),
+            stride_logits_b=stride_logits_b,
             stride_idx_b=idx_mapping.stride(0),
             stride_pos_b=pos.stride(0),
             stride_col_b=0 if cache_cols is None or cache_cols.dim() == 0 else cache_cols.stride(0),
+            stride_cache_s=stride_cache_s,
+            stride_cache_c=stride_cache_c,
             HAS_CACHE=logits_cache is not None,
             HAS_COL_PTR=cache_cols is not None,
             APPLY_TEMPERATURE=apply_temperature,
             USE_FP64=use_fp64,
             BLOCK_V=BLOCK_V,
-            num_warps=4,
-            **cache,
         )
     return block_max, block_argmax
 
@@ -317,7 +333,7 @@ for _name, _cache in (("gumbel_block_argmax", ""), ("gumbel_block_argmax_cache",
     )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sampler_state(device: torch.device | str, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -360,3 +376,8 @@ def sample_inputs(
     add(2, 1, torch.float32, strided=False, apply_temperature=False, use_fp64=True)
     add(0, 1024, torch.float32, strided=False, cache_col=0)
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    for args, kwargs in sampler_arguments(serving, with_bias=False):
+        yield functools.partial(gumbel_block_argmax, *args, **kwargs)

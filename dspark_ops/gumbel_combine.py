@@ -9,12 +9,16 @@ block 0's id.
 Source: the second stage of a two-stage reduction; compare vllm#57319 (4.43 to 1.55 us on an H100).
 """
 
+import functools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import launch_options, on_device
+from dspark_ops._launch import launch, launch_options, on_device
 from dspark_ops._library import register
+from dspark_ops._serving import Call, Serving
 from dspark_ops._triton import require_triton, tl, triton
 from dspark_ops.ordered import argmax_first, ordered_key, pack_key
 
@@ -116,17 +120,22 @@ def _gumbel_combine_launch(block_max: Tensor, block_argmax: Tensor) -> Tensor:
     num_rows, num_blocks = block_max.shape
     token = block_argmax.new_empty(num_rows)
     if num_rows > 0:
+        options = launch_options(block_max)
+        pdl = options.pop("LAUNCH_PDL")
         with on_device(block_max):
-            _gumbel_combine_kernel[(num_rows,)](
+            launch(
+                None,
+                _gumbel_combine_kernel,
+                {"num_warps": NUM_WARPS, **options},
+                (num_rows, 1, 1),
                 token_ptr=token,
                 block_max_ptr=block_max,
                 block_argmax_ptr=block_argmax,
                 num_blocks=num_blocks,
                 stride_max_b=block_max.stride(0),
                 stride_id_b=block_argmax.stride(0),
+                LAUNCH_PDL=pdl,
                 BLOCK_K=BLOCK_K,
-                num_warps=NUM_WARPS,
-                **launch_options(block_max),
             )
     return token
 
@@ -176,7 +185,7 @@ register(
 )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sample_inputs(
@@ -198,3 +207,9 @@ def sample_inputs(
         arguments = (block_max[:, :num_blocks], block_argmax[:, :num_blocks])
         samples.append(("gumbel_combine", arguments, {}))
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    for use_fp64 in serving.use_fp64:
+        block_max = serving.zeros(2, 2, dtype=torch.float64 if use_fp64 else torch.float32)
+        yield functools.partial(gumbel_combine, block_max, block_max.long())

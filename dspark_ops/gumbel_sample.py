@@ -10,13 +10,16 @@ device; see there for the contract. ``draft_tokens`` gets the id of every row, i
 Bytes that must move: logits, bias and cache once each.
 """
 
+import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import empty_ids, launch, launch_options
+from dspark_ops._launch import empty_ids, is_aligned, launch, launch_options
 from dspark_ops._library import is_plain_gpu_call, register
 from dspark_ops._sampler_call import (
     CACHE_ARGS,
@@ -29,11 +32,14 @@ from dspark_ops._sampler_call import (
     row_arguments,
     rows_and_cache_ref,
 )
+from dspark_ops._serving import Call, Serving, sampler_arguments
 from dspark_ops._triton import require_triton, tl
 from dspark_ops.gumbel_block_argmax import sample_inputs as block_sample_inputs
 from dspark_ops.gumbel_sample_kernel import (
     _gumbel_sample_finish_kernel,
+    _gumbel_sample_finish_unaligned_kernel,
     _gumbel_sample_kernel,
+    _gumbel_sample_unaligned_kernel,
 )
 from dspark_ops.health import ACTIVE, count_rows, count_rows_ref
 from dspark_ops.noised import noised_logits_ref
@@ -156,6 +162,8 @@ class _Plan(NamedTuple):
     finish_grid: tuple[int, int, int]
     finish_sizes: tuple[Any, ...]
     finish_options: dict[str, Any]
+    is_aligned: bool  # strides and sizes of rows that are read in vectors; addresses are extra
+    is_embed_aligned: bool
     variants: dict[tuple[bool, ...], tuple[Any, Any]]
 
 
@@ -181,7 +189,12 @@ def _make_plan(
         num_cols = logits_cache.shape[1]
         stride_cache_s, stride_cache_c, _ = logits_cache.stride()
     one_bias = bias is None or bias.dim() == 1 or bias.shape[0] == 1
+    stride_bias_b = 0 if one_bias else bias.stride(0)  # type: ignore[union-attr]
     one_col = cache_cols is None or cache_cols.dim() == 0
+    rank = stride_weight_v = 0
+    if embed_weight is not None:
+        rank, stride_weight_v = embed_weight.shape[1], embed_weight.stride(0)
+    strides = (logits.stride(0), stride_bias_b, stride_cache_s, stride_cache_c)
     options = launch_options(logits)
     pdl = options.pop("LAUNCH_PDL")
     return _Plan(
@@ -190,7 +203,7 @@ def _make_plan(
         (vocab, temperature.shape[0], num_cols, num_chunks, tiles_per_chunk, num_partials),
         (
             logits.stride(0),
-            0 if one_bias else bias.stride(0),  # type: ignore[union-attr]
+            stride_bias_b,
             idx_mapping.stride(0),
             pos.stride(0),
             0 if one_col else cache_cols.stride(0),  # type: ignore[union-attr]
@@ -208,9 +221,9 @@ def _make_plan(
         (
             num_chunks,
             num_partials,
-            0 if embed_weight is None else embed_weight.shape[1],
+            rank,
             0 if draft_tokens is None else draft_tokens.stride(0),
-            0 if embed_weight is None else embed_weight.stride(0),
+            stride_weight_v,
             draft_tokens is not None,
             embed_weight is not None,
             pdl,
@@ -218,6 +231,8 @@ def _make_plan(
             BLOCK_R,
         ),
         {"num_warps": FINISH_WARPS, **options},
+        is_aligned(vocab, *strides),
+        is_aligned(rank, stride_weight_v),
         {},
     )
 
@@ -313,16 +328,17 @@ def _gumbel_sample_launch(
             bias = logits
         if logits_cache is None:
             logits_cache = logits
-        # A variant depends on the plan, the flags, and which pointers can be read in vectors. Only
-        # that for which all can is kept; others are looked up at each call.
+        # A variant depends on the plan, the flags, and whether rows can be read in vectors.
         pointers = logits.data_ptr() | bias.data_ptr() | logits_cache.data_ptr()
-        if embed_weight is not None:
-            pointers |= embed_weight.data_ptr()
-        variant = (apply_temperature, use_fp64, pointers % 16 == 0)
+        aligned = plan.is_aligned and pointers % 16 == 0
+        embed_aligned = plan.is_embed_aligned and (
+            embed_weight is None or embed_weight.data_ptr() % 16 == 0
+        )
+        variant = (apply_temperature, use_fp64, aligned, embed_aligned)
         kept = plan.variants.get(variant)
         sampler = launch(
             None if kept is None else kept[0],
-            _gumbel_sample_kernel,
+            _gumbel_sample_kernel if aligned else _gumbel_sample_unaligned_kernel,
             plan.options,
             plan.grid,
             partial,
@@ -343,7 +359,9 @@ def _gumbel_sample_launch(
         )
         finish = launch(
             None if kept is None else kept[1],
-            _gumbel_sample_finish_kernel,
+            _gumbel_sample_finish_kernel
+            if embed_aligned
+            else _gumbel_sample_finish_unaligned_kernel,
             plan.finish_options,
             plan.finish_grid,
             token,
@@ -354,7 +372,7 @@ def _gumbel_sample_launch(
             use_fp64,
             *plan.finish_sizes,
         )
-        if kept is None and variant[-1] and sampler is not None:
+        if kept is None and sampler is not None:
             plan.variants[variant] = (sampler, finish)
     return token if embedding is None else (token, embedding)
 
@@ -457,7 +475,7 @@ for _embed in ("", "_embed"):
             )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sample_inputs(
@@ -484,3 +502,32 @@ def sample_inputs(
                 samples.append((f"gumbel_sample{embed}{cache}{draft}", arguments, options))
         samples.append((f"gumbel_sample{cache}", arguments, dict(kwargs)))
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    for args, kwargs in sampler_arguments(serving, with_bias=True):
+        for dtype in (None, *serving.id_dtypes):
+            tokens = None if dtype is None else serving.zeros(2, dtype=dtype)
+            yield functools.partial(gumbel_sample, *args, draft_tokens=tokens, **kwargs)
+            for weight in _serving_weights(serving, args[0].shape[1]):
+                given = {"draft_tokens": tokens, "embed_weight": weight, **kwargs}
+                yield functools.partial(_embed_call, *args, **given)
+
+
+def _serving_weights(serving: Serving, vocab: int) -> Iterator[Tensor]:
+    if serving.markov_rank is not None:
+        for dtype, aligned in product(serving.dtypes, (True, False)):
+            row = serving.rows(1, serving.markov_rank, dtype=dtype, aligned=aligned)
+            yield row.expand(vocab, -1)
+
+
+def _embed_call(
+    *rows: Any,
+    logits_cache: Tensor | None = None,
+    cache_col: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What compiled code calls, where the next step's embedding is looked up in the sampler."""
+    cached = cache_arguments(logits_cache, cache_col) or (None, 0, None)
+    kwargs |= dict(zip(("logits_cache", "cache_col", "cache_cols"), cached, strict=True))
+    return _gumbel_sample_launch(*rows, **kwargs)

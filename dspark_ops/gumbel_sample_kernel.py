@@ -9,6 +9,7 @@ every value; else, about once in 300 chunks, every value is computed. So the res
 input and chunk size.
 """
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.gumbel_combine import combine_row
 from dspark_ops.noise import (
@@ -186,6 +187,9 @@ def _gumbel_sample_kernel(
         tl.store(partial_ptr + program, pack_key(best_key, best_id))
 
 
+_gumbel_sample_unaligned_kernel = unaligned(_gumbel_sample_kernel)
+
+
 @triton.jit(
     do_not_specialize=["num_chunks", "num_partials", "stride_draft_b"],
     do_not_specialize_on_alignment=["token_ptr", "draft_ptr", "partial_ptr"],
@@ -225,3 +229,6 @@ def _gumbel_sample_finish_kernel(
     tl.store(token_ptr + row, token)
     if HAS_DRAFT:
         tl.store(draft_ptr + row * stride_draft_b, token.to(draft_ptr.dtype.element_ty))
+
+
+_gumbel_sample_finish_unaligned_kernel = unaligned(_gumbel_sample_finish_kernel)

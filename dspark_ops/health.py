@@ -14,13 +14,17 @@ into the graph, whose replays then count, also after the context is left; a grap
 outside never counts. One program walks a row, since this is for finding out, not for always.
 """
 
+import functools
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dspark_ops._launch import is_aligned, launch, unaligned
+from dspark_ops._serving import Call, Serving, request_arguments, sampler_arguments
 from dspark_ops._triton import tl, triton
 from dspark_ops.rejection_sample_request import first_of, load_draft_ids, load_request
 from dspark_ops.rounding import round_to
@@ -240,6 +244,9 @@ def _count_rows_kernel(
     add_counts(counters_ptr, counts)
 
 
+_count_rows_unaligned_kernel = unaligned(_count_rows_kernel)
+
+
 @triton.jit(
     do_not_specialize=["num_slots", "num_logits", "num_steps", "stride_ids_l", "stride_cu_b"]
     + ["stride_idx_b"],
@@ -310,6 +317,9 @@ def _count_requests_kernel(
     add_counts(counters_ptr, counts)
 
 
+_count_requests_unaligned_kernel = unaligned(_count_requests_kernel)
+
+
 # 3 launchers: the device is current, the metadata has been checked, B > 0
 
 TILE_V = 4096
@@ -328,11 +338,19 @@ def _launch_rows(
 ) -> None:
     dtype = logits.dtype if bias is None else torch.promote_types(logits.dtype, bias.dtype)
     one_bias = bias is None or bias.dim() == 1 or bias.shape[0] == 1
+    stride_bias_b = 0 if one_bias else bias.stride(0)  # type: ignore[union-attr]
     one_col = cache_cols is None or cache_cols.dim() == 0
-    _count_rows_kernel[(logits.shape[0],)](
+    added = logits if bias is None else bias
+    strides = (logits.stride(0), stride_bias_b)
+    aligned = is_aligned(logits.shape[1], *strides, logits.data_ptr(), added.data_ptr())
+    launch(
+        None,
+        _count_rows_kernel if aligned else _count_rows_unaligned_kernel,
+        {"num_warps": NUM_WARPS},
+        (logits.shape[0], 1, 1),
         counters_ptr=counters,
         logits_ptr=logits,
-        bias_ptr=logits if bias is None else bias,
+        bias_ptr=added,
         idx_mapping_ptr=idx_mapping,
         temperature_ptr=temperature,
         col_ptr=idx_mapping if cache_cols is None else cache_cols,
@@ -341,7 +359,7 @@ def _launch_rows(
         num_cols=0 if logits_cache is None else logits_cache.shape[1],
         col=cache_col,
         stride_logits_b=logits.stride(0),
-        stride_bias_b=0 if one_bias else bias.stride(0),  # type: ignore[union-attr]
+        stride_bias_b=stride_bias_b,
         stride_idx_b=idx_mapping.stride(0),
         stride_col_b=0 if one_col else cache_cols.stride(0),  # type: ignore[union-attr]
         SUM_DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
@@ -349,7 +367,6 @@ def _launch_rows(
         HAS_CACHE=logits_cache is not None,
         HAS_COL_PTR=cache_cols is not None,
         TILE_V=TILE_V,
-        num_warps=NUM_WARPS,
     )
 
 
@@ -366,7 +383,18 @@ def _launch_requests(
 ) -> None:
     has_draft = draft_logits is not None
     draft = target_logits if draft_logits is None else draft_logits
-    _count_requests_kernel[(idx_mapping.shape[0] * (num_steps + 1),)](
+    strides = (
+        target_logits.stride(0),
+        draft.stride(0) if has_draft else 0,
+        draft.stride(1) if has_draft else 0,
+    )
+    pointers = (target_logits.data_ptr(), draft.data_ptr())
+    aligned = is_aligned(target_logits.shape[1], *strides, *pointers)
+    launch(
+        None,
+        _count_requests_kernel if aligned else _count_requests_unaligned_kernel,
+        {"num_warps": NUM_WARPS},
+        (idx_mapping.shape[0] * (num_steps + 1), 1, 1),
         counters_ptr=counters,
         target_ptr=target_logits,
         draft_ptr=draft,
@@ -379,16 +407,15 @@ def _launch_requests(
         num_slots=temperature.shape[0],
         num_logits=target_logits.shape[0],
         num_steps=num_steps,
-        stride_target_l=target_logits.stride(0),
-        stride_draft_s=draft.stride(0) if has_draft else 0,
-        stride_draft_c=draft.stride(1) if has_draft else 0,
+        stride_target_l=strides[0],
+        stride_draft_s=strides[1],
+        stride_draft_c=strides[2],
         stride_ids_l=draft_token_ids.stride(0),
         stride_cu_b=cu_num_logits.stride(0),
         stride_idx_b=idx_mapping.stride(0),
         HAS_DRAFT=has_draft,
         BLOCK_N=16 if num_steps <= 16 else triton.next_power_of_2(num_steps),
         TILE_V=TILE_V,
-        num_warps=NUM_WARPS,
     )
 
 
@@ -549,3 +576,32 @@ def count_requests_ref(**arguments: Any) -> None:
     opened = ACTIVE.get(-1)
     if opened is not None:
         opened._add("rejection_sample", request_counts_ref(**arguments))
+
+
+# 6 serving calls: of the counting kernels alone
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    counters = serving.zeros(NUM_COUNTERS, dtype=torch.int64)
+    for args, kwargs in sampler_arguments(serving, with_bias=True):
+        yield functools.partial(_serving_rows, counters, *args, **kwargs)
+    for args, kwargs in request_arguments(serving):
+        target, draft, ids, starts, _, idx_mapping, temperature, seeds = args
+        batch = (target, draft, ids, starts, idx_mapping, temperature, seeds)
+        yield functools.partial(_launch_requests, counters, *batch, kwargs["num_steps"])
+
+
+def _serving_rows(
+    counters: Tensor,
+    logits: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    _seeds: Tensor,
+    _pos: Tensor,
+    bias: Tensor | None = None,
+    logits_cache: Tensor | None = None,
+    cache_col: int | Tensor = 0,
+    **_flags: bool,
+) -> None:
+    column = (0, cache_col) if isinstance(cache_col, Tensor) else (cache_col, None)
+    _launch_rows(counters, logits, idx_mapping, temperature, bias, logits_cache, *column)

@@ -23,8 +23,8 @@ Z_OF_MAX = 44 << 54
 NEAR = 30.484375
 LARGE = 64.0
 LARGEST = torch.finfo(torch.float32).max
-# 2^f * 2^30 for the fraction f of z: of the polynomials of degree 5 that are exact at 0 the one with
-# the smallest relative error on [0, 1), 8.4e-8.
+# 2^f * 2^30 for the fraction f of z: of the polynomials of degree 5 that are exact at 0 the one
+# with the smallest relative error on [0, 1), 8.4e-8.
 POLYNOMIAL = (2004816, 9681963, 59914700, 257874615, 744265554, 1073741824)
 
 _TL_LOG2_E = tl.constexpr(LOG2_E)
@@ -77,6 +77,5 @@ def mass_of(x, row_max, shift):
     power = tl.umulhi(f, power) + _C2
     power = tl.umulhi(f, power) + _C1
     power = tl.umulhi(f, power) + _C0
-    halvings = (44 - (z >> 54).to(tl.int32)) + shift
-    mass = (power.to(tl.int64) << 14) >> halvings.to(tl.int64)
-    return tl.where(near, mass, 0)
+    halvings = tl.where(near, (44 - (z >> 54).to(tl.int32)) + shift, 63)
+    return (power.to(tl.int64) << 14) >> halvings.to(tl.int64)

@@ -21,6 +21,9 @@ another, the loads of a query token's start, target position and block.
 Source: the kernel of vLLM 0.33's DFlash proposer.
 """
 
+import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,9 +32,10 @@ from torch import Tensor
 from dspark_ops import _checks
 from dspark_ops._launch import launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
+from dspark_ops._serving import Call, NotWarmed, Serving
 from dspark_ops._triton import require_triton
 from dspark_ops._vector_checks import MAX_INT32
-from dspark_ops.prepare_dflash_inputs_checks import check_metadata, check_spans
+from dspark_ops.prepare_dflash_inputs_checks import SHAPES, check_metadata, check_spans
 from dspark_ops.prepare_dflash_inputs_kernel import _prepare_dflash_inputs_kernel
 
 # 1 reference
@@ -437,7 +441,7 @@ for _name, _padding in (
     )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sample_inputs(
@@ -521,3 +525,37 @@ def sample_inputs(
     add([3], [5], [0], 1, sample_from_anchor=False, has_padding=False)
     add([], [], [], 2, sample_from_anchor=False, has_padding=True)
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    if serving.block_size is None:
+        raise NotWarmed("tell block_size, which is compiled in")
+    steps = serving.num_steps
+    queries = steps if serving.sample_from_anchor else steps + 1
+    sizes = {"[Tm]": queries, "[B]": 1, "[Bm]": 1, "[S]": 1, "[Tc]": 1, "[T]": 1}
+    sizes |= {"[B + 1]": 2, "[Bm + 1]": 2, "[Bm * N]": steps}
+    tensors: dict[str, Any] = {
+        name: serving.zeros(sizes[letters], dtype=dtypes[0])
+        for name, (dtypes, letters) in SHAPES.items()
+    }
+    tensors["block_table"] = serving.zeros(1, 1, dtype=torch.int32)
+    is_padding = tensors.pop("is_padding")
+    for index_dtype, id_dtype, has_padding in product(
+        serving.index_dtypes, serving.id_dtypes, (False, True)
+    ):
+        tensors["idx_mapping"] = serving.zeros(1, dtype=index_dtype)
+        tensors["next_prefill_tokens"] = serving.zeros(1, dtype=id_dtype)
+        yield functools.partial(
+            prepare_dflash_inputs,
+            **tensors,
+            is_padding=is_padding if has_padding else None,
+            max_target_query_len=1,
+            mask_token_id=0,
+            block_size=serving.block_size,
+            num_query_per_req=queries,
+            num_steps=steps,
+            max_model_len=1,
+            sample_from_anchor=serving.sample_from_anchor,
+            cp_size=serving.cp_size,
+            cp_interleave=serving.cp_interleave,
+        )

@@ -41,6 +41,7 @@ _SIZED = {
     "out_seeds": (_I64, "[S]"),
     "is_padding": (_BOOL, "[Tm]"),
 }
+SHAPES = {**_SIZING, **_SIZED}  # but of block_table
 _MAY_BE_STRIDED = ("idx_mapping", "num_sampled", "num_rejected")
 
 

@@ -14,6 +14,9 @@ Bytes that must move: 8 a position, 4 an entry of seq_lens, 1 an entry of is_pad
 Source: the positions kernel of vLLM 0.33's V2 model runner, and the two fills beside it.
 """
 
+import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 from dspark_ops import _checks
 from dspark_ops._launch import launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
+from dspark_ops._serving import Call, Serving
 from dspark_ops._triton import require_triton, tl, triton
 from dspark_ops._vector_checks import MAX_INT32, check_entries_differ, check_vector
 
@@ -320,7 +324,7 @@ for _name, _padding in (
     )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sample_inputs(
@@ -365,3 +369,16 @@ def sample_inputs(
     add([], [4], padding=6)
     add([], [0])
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    for index_dtype, has_padding in product(serving.index_dtypes, (False, True)):
+        yield functools.partial(
+            prepare_positions,
+            serving.zeros(2, dtype=index_dtype),
+            serving.zeros(3, dtype=torch.int32),
+            serving.zeros(2, dtype=torch.int32),
+            serving.zeros(2, dtype=torch.int64),
+            serving.zeros(2, dtype=torch.int32),
+            is_padding=serving.zeros(2, dtype=torch.bool) if has_padding else None,
+        )

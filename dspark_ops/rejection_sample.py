@@ -25,27 +25,39 @@ at g = 7. "block" reads rows and columns in doubt (``rejection_sample_decide.py`
 Source: Leviathan 2023 (arXiv 2211.17192); Sun 2024 (arXiv 2403.10444).
 """
 
+import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import empty_ids, launch, launch_options, on_device
+from dspark_ops._launch import empty_ids, is_aligned, launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
+from dspark_ops._serving import Call, Serving, request_arguments
 from dspark_ops._triton import require_triton
 from dspark_ops._vector_checks import MAX_INT32, check_vector
 from dspark_ops.health import ACTIVE, count_requests, count_requests_ref
 from dspark_ops.noise import acceptance_uniform_ref
 from dspark_ops.noised import noised_logits_ref
 from dspark_ops.rejection_sample_decide import _rejection_decide_kernel
-from dspark_ops.rejection_sample_draw import _rejection_draw_kernel, _rejection_finish_kernel
+from dspark_ops.rejection_sample_draw import (
+    _rejection_draw_kernel,
+    _rejection_draw_unaligned_kernel,
+    _rejection_finish_kernel,
+)
 from dspark_ops.rejection_sample_request import NUM_PLANES
 from dspark_ops.rejection_sample_residual import (
     _rejection_extend_kernel,
     _rejection_mass_kernel,
+    _rejection_mass_unaligned_kernel,
 )
-from dspark_ops.rejection_sample_statistics import _rejection_statistics_kernel
+from dspark_ops.rejection_sample_statistics import (
+    _rejection_statistics_kernel,
+    _rejection_statistics_unaligned_kernel,
+)
 from dspark_ops.rows import Rows, rows_ref
 
 METHODS = ("standard", "block")
@@ -236,9 +248,9 @@ def _outputs(
     )
 
 
-# By what decides the compiled code, as gumbel_sample has it. Cleared when full.
+# By what decides the compiled code: sizes and strides do so only by being aligned, as long as they
+# fit an int32.
 _variants: dict[tuple[Any, ...], dict[str, Any]] = {}
-_MAX_VARIANTS = 1024
 
 
 def _rejection_sample_launch(
@@ -292,30 +304,30 @@ def _rejection_sample_launch(
         length = torch.empty_like(num_sampled)
         options = launch_options(target_logits)
         pdl = options.pop("LAUNCH_PDL")
+        aligned = is_aligned(vocab, *strides, target_logits.data_ptr(), draft.data_ptr())
         key = (
             target_logits.get_device(),
             *(x.dtype for x in (target_logits, draft, draft_token_ids, pos, idx_mapping)),
-            *(vocab, *strides, block_n, has_draft, is_block, use_fp64),
+            *(block_n, has_draft, is_block, use_fp64, aligned),
         )
         kept: dict[str, Any] = {}
         sizes = (num_logits, num_slots, 2 * num_partials, 4 * num_words)
         largest = max(*sizes, *strides, stride_ids, stride_pos, stride_cu, stride_idx)
-        is_aligned = (target_logits.data_ptr() | draft.data_ptr()) % 16 == 0
-        if is_aligned and largest <= MAX_INT32:
-            if len(_variants) >= _MAX_VARIANTS:
-                _variants.clear()
+        if largest <= MAX_INT32:
             kept = _variants.setdefault(key, {})
 
         def run(kernel: Any, num_programs: int, num_warps: int, *args: Any) -> None:
             name = kernel.__name__
             launched = {"num_warps": num_warps, **options}
             grid = (num_programs, 1, 1)
-            kept[name] = launch(kept.get(name), kernel, launched, grid, *args)
+            variant = launch(kept.get(name), kernel, launched, grid, *args)
+            if variant is not None:
+                kept[name] = variant
 
         state = (cu_num_logits, idx_mapping, temperature, seeds)
         if num_steps > 0:
             run(
-                _rejection_statistics_kernel,
+                _rejection_statistics_kernel if aligned else _rejection_statistics_unaligned_kernel,
                 num_partials,
                 NUM_WARPS,
                 *(words, target_logits, draft, draft_token_ids, *state),
@@ -337,7 +349,7 @@ def _rejection_sample_launch(
         if sums_residuals:
             mass = target_logits.new_empty(num_partials, dtype=torch.float32)
             run(
-                _rejection_mass_kernel,
+                _rejection_mass_kernel if aligned else _rejection_mass_unaligned_kernel,
                 num_partials,
                 NUM_WARPS,
                 *(mass, steps, target_logits, draft, *state),
@@ -355,14 +367,14 @@ def _rejection_sample_launch(
                 *(pdl, block_n, block_k),
             )
         run(
-            _rejection_draw_kernel,
+            _rejection_draw_kernel if aligned else _rejection_draw_unaligned_kernel,
             num_words,
             NUM_WARPS,
             *(words, num_sampled, length, steps, target_logits, draft, draft_token_ids),
             *(cu_num_logits, pos, idx_mapping, temperature, seeds),
             *(vocab, num_rows, num_slots, num_logits, num_steps, num_tiles, num_words),
             *(*strides, stride_ids, stride_cu, stride_pos, stride_idx),
-            *(use_fp64, has_draft, is_block, pdl, TILE_V),
+            *(use_fp64, has_draft, is_block and has_draft, pdl, TILE_V),
         )
         run(
             _rejection_finish_kernel,
@@ -481,7 +493,7 @@ register(
 )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sample_inputs(
@@ -529,3 +541,8 @@ def sample_inputs(
     add([0, 0], 9, 0, torch.float32)
     add([], 1024, 2, torch.float32)
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    for (args, kwargs), method in product(request_arguments(serving), METHODS):
+        yield functools.partial(rejection_sample, *args, method=method, **kwargs)

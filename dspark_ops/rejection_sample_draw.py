@@ -7,6 +7,7 @@ all of its chunks together can tell: each chunk also stores its best by the targ
 row takes those if every value was -inf.
 """
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.gumbel_combine import combine_row
 from dspark_ops.noised import noised_values, over_temperature
@@ -117,6 +118,9 @@ def _rejection_draw_kernel(
                 value = tl.where(offs_v == rejected, float("-inf"), value)
             residual_ptr = best_ptr + (2 if USE_FP64 else 1) * num_partials
             store_best(residual_ptr, num_partials, value, offs_v, mask_v, USE_FP64)
+
+
+_rejection_draw_unaligned_kernel = unaligned(_rejection_draw_kernel)
 
 
 @triton.jit(

@@ -5,6 +5,7 @@
 P is 1 for the token-wise rule, and P_i after i tokens for the block rule.
 """
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.noised import over_temperature
 from dspark_ops.rejection_sample_decide import block_bar
@@ -95,6 +96,9 @@ def _rejection_mass_kernel(
         log_prefix = tl.load(steps_ptr + LOG_PREFIX * plane + step)
         residual = residual_of(target, draft, log_prefix, steps_ptr, plane, step + 1)
         tl.store(mass_ptr + program, tl.sum(residual, axis=0))
+
+
+_rejection_mass_unaligned_kernel = unaligned(_rejection_mass_kernel)
 
 
 @triton.jit(

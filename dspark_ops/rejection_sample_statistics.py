@@ -6,6 +6,7 @@ id. Chunks have one size for every batch and are combined in one order, so that 
 probabilities have the same bits in any batch. A NaN, or +inf, makes the sum of its chunk NaN.
 """
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.noised import over_temperature
 from dspark_ops.ordered import argmax_first, ordered_key, pack_key
@@ -133,3 +134,6 @@ def _rejection_statistics_kernel(
         else:
             key, best_id = argmax_first(ordered_key(target), offs_v, mask_v, -0x80000000)
             tl.store(partial_ptr + program, pack_key(key, best_id))
+
+
+_rejection_statistics_unaligned_kernel = unaligned(_rejection_statistics_kernel)

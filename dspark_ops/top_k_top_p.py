@@ -20,24 +20,37 @@ The kept set is that of exact arithmetic, except where the mass of a prefix is w
 (beyond V = 2^19, where masses have fewer bits, within V units of mass: 2.4e-7 at 2^20).
 """
 
+import functools
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark_ops import _checks
-from dspark_ops._launch import launch, launch_options, on_device
+from dspark_ops._launch import is_aligned, launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
+from dspark_ops._serving import Call, Serving
 from dspark_ops._triton import require_triton
 from dspark_ops._vector_checks import MAX_INT32
 from dspark_ops.mass import LARGEST, mass_shift, masses_ref
 from dspark_ops.top_k_top_p_begin import _top_k_top_p_begin_kernel
-from dspark_ops.top_k_top_p_collect import _top_k_top_p_collect_kernel
-from dspark_ops.top_k_top_p_mask import _top_k_top_p_mask_kernel
+from dspark_ops.top_k_top_p_collect import (
+    _top_k_top_p_collect_kernel,
+    _top_k_top_p_collect_unaligned_kernel,
+)
+from dspark_ops.top_k_top_p_mask import (
+    _top_k_top_p_mask_kernel,
+    _top_k_top_p_mask_unaligned_kernel,
+)
 from dspark_ops.top_k_top_p_sample import _top_k_top_p_sample_kernel
 from dspark_ops.top_k_top_p_select import _top_k_top_p_select_kernel
 from dspark_ops.top_k_top_p_state import NUM_WORDS
-from dspark_ops.top_k_top_p_sums import _top_k_top_p_sums_kernel
+from dspark_ops.top_k_top_p_sums import (
+    _top_k_top_p_sums_kernel,
+    _top_k_top_p_sums_unaligned_kernel,
+)
 
 # 1 reference
 
@@ -123,9 +136,9 @@ MASK = (2048, 8)
 SAMPLE_WARPS = 8
 BEGIN_WARPS = 4
 
-# By what decides the compiled code, as gumbel_sample has it. Cleared when full.
+# By what decides the compiled code: sizes and strides do so only by being aligned, as long as they
+# fit an int32.
 _variants: dict[tuple[Any, ...], dict[Any, Any]] = {}
-_MAX_VARIANTS = 1024
 
 
 def _scratch(like: Tensor, dtype: torch.dtype, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -170,21 +183,22 @@ def _launch(out: Tensor, logits: Tensor, k: Tensor | None, p: Tensor | None, mas
         stride_k, stride_p = given_k.stride(0), given_p.stride(0)
         options = launch_options(logits)
         pdl = options.pop("LAUNCH_PDL")
-        key = (logits.get_device(), vocab, stride_out, stride_logits, has_k, has_p, out is logits)
+        addresses = (logits.data_ptr(), out.data_ptr())
+        aligned = is_aligned(vocab, stride_out, stride_logits, *addresses)
+        key = (logits.get_device(), has_k, has_p, out is logits, aligned)
         kept: dict[Any, Any] = {}
-        largest = max(stride_out, stride_logits, stride_k, stride_p, num_candidates)
-        if (logits.data_ptr() | out.data_ptr()) % 16 == 0 and largest <= MAX_INT32:
-            if len(_variants) >= _MAX_VARIANTS:
-                _variants.clear()
+        if max(stride_out, stride_logits, stride_k, stride_p, num_candidates) <= MAX_INT32:
             kept = _variants.setdefault(key, {})
 
         def run(kernel: Any, name: Any, programs: int, num_warps: int, *args: Any) -> None:
             launched = {"num_warps": num_warps, **options}
-            kept[name] = launch(kept.get(name), kernel, launched, (programs, 1, 1), *args)
+            variant = launch(kept.get(name), kernel, launched, (programs, 1, 1), *args)
+            if variant is not None:
+                kept[name] = variant
 
         def run_sums(name: Any, given_pivots: Tensor, is_first: bool, has_cut: bool) -> None:
             run(
-                _top_k_top_p_sums_kernel,
+                _top_k_top_p_sums_kernel if aligned else _top_k_top_p_sums_unaligned_kernel,
                 name,
                 num_programs,
                 SUMS[1],
@@ -229,7 +243,7 @@ def _launch(out: Tensor, logits: Tensor, k: Tensor | None, p: Tensor | None, mas
             run_sums(("sums again", second), new_pivots, False, second)
             exact = (masses, masses_above, counts, keys, ids, candidate_masses)
             run(
-                _top_k_top_p_collect_kernel,
+                _top_k_top_p_collect_kernel if aligned else _top_k_top_p_collect_unaligned_kernel,
                 ("collect", second),
                 num_programs,
                 COLLECT[1],
@@ -248,7 +262,7 @@ def _launch(out: Tensor, logits: Tensor, k: Tensor | None, p: Tensor | None, mas
                 *(second, has_k, has_p, pdl, NUM_WORDS, MAX_CANDIDATES, BLOCK_C, SELECT[0]),
             )
         run(
-            _top_k_top_p_mask_kernel,
+            _top_k_top_p_mask_kernel if aligned else _top_k_top_p_mask_unaligned_kernel,
             "mask",
             num_programs,
             MASK[1],
@@ -317,6 +331,11 @@ def top_k_top_p_(
     return logits
 
 
+def _out_of_place(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    masked: Tensor = torch.ops.dspark.top_k_top_p.default(logits, k, p, -torch.inf)
+    return masked
+
+
 # 5 CPU
 
 
@@ -358,7 +377,7 @@ register(
 )
 
 
-# 7 samples
+# 7 samples and serving calls
 
 
 def sample_inputs(
@@ -384,3 +403,15 @@ def sample_inputs(
     add(2, 7, None, None)
     add(0, 1024, [], [])
     return samples
+
+
+def serving_calls(serving: Serving) -> Iterator[Call]:
+    given = (
+        (None, serving.zeros(2, dtype=torch.int32)),
+        (None, serving.zeros(2, dtype=torch.float32)),
+    )
+    ops = (top_k_top_p_, _out_of_place)
+    for vocab, k, p, op in product(serving.vocab_sizes, *given, ops):
+        for aligned in serving.rows_of(vocab):
+            rows = serving.rows(2, vocab, dtype=torch.float32, aligned=aligned)
+            yield functools.partial(op, rows, k, p)

@@ -83,7 +83,9 @@ def _spread(high, low, top, criterion, NUM_PIVOTS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["V", "num_chunks", "num_groups", "stride_k_b", "stride_p_b"],
-    do_not_specialize_on_alignment=["k_ptr", "p_ptr"],
+    do_not_specialize_on_alignment=["state_ptr", "new_pivots_ptr", "pivots_ptr", "ranks_ptr"]
+    + ["sums_ptr", "totals_ptr", "maxima_ptr", "first_nan_ptr", "num_finite_ptr"]
+    + ["group_keys_ptr", "k_ptr", "p_ptr"],
 )
 def _top_k_top_p_begin_kernel(
     state_ptr,

@@ -6,6 +6,7 @@ row's candidates, in no order. Where they do not fit, their number still tells, 
 reads the row instead.
 """
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.mass import mass_of
 from dspark_ops.ordered import ordered_key
@@ -163,3 +164,6 @@ def _top_k_top_p_collect_kernel(
                     if HAS_P:
                         tl.store(candidate_masses_ptr + offs_c, mass_of(x, top, shift), mask=left)
                     offs_c += 1
+
+
+_top_k_top_p_collect_unaligned_kernel = unaligned(_top_k_top_p_collect_kernel)

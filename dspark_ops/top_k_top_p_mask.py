@@ -1,5 +1,6 @@
 """Last kernel of top_k_top_p_: writes the mask below each row's cut."""
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.ordered import ordered_key
 from dspark_ops.top_k_top_p_state import CUT_ID, CUT_KEY, FILTERED, within_cut
@@ -48,3 +49,6 @@ def _top_k_top_p_mask_kernel(
                 kept |= not filtered
             out = tl.where(kept, x, mask_value)
             tl.store(out_row_ptr + offs_v, out, mask=mask_v)
+
+
+_top_k_top_p_mask_unaligned_kernel = unaligned(_top_k_top_p_mask_kernel)

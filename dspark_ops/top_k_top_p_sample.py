@@ -65,8 +65,9 @@ def _distances(x, valid, top, criterion, goal, NUM_BINS: tl.constexpr, NUM_PIVOT
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "stride_k_b", "stride_p_b"],
-    do_not_specialize_on_alignment=["logits_ptr", "k_ptr", "p_ptr"],
+    do_not_specialize=["V", "num_groups", "stride_logits_b", "stride_k_b", "stride_p_b"],
+    do_not_specialize_on_alignment=["state_ptr", "pivots_ptr", "ranks_ptr"]
+    + ["logits_ptr", "k_ptr", "p_ptr"],
 )
 def _top_k_top_p_sample_kernel(
     state_ptr,

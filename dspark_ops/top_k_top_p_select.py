@@ -180,7 +180,9 @@ def _mass_goal(total, p, top):
 
 @triton.jit(
     do_not_specialize=["V", "shift", "num_chunks", "stride_logits_b", "stride_k_b", "stride_p_b"],
-    do_not_specialize_on_alignment=["k_ptr", "p_ptr", "logits_ptr"],
+    do_not_specialize_on_alignment=["state_ptr", "masses_ptr", "masses_above_ptr"]
+    + ["counts_above_ptr", "candidate_keys_ptr", "candidate_ids_ptr", "candidate_masses_ptr"]
+    + ["logits_ptr", "k_ptr", "p_ptr"],
 )
 def _top_k_top_p_select_kernel(
     state_ptr,

@@ -2,10 +2,11 @@
 
 Masses are fp32 and relative to a reference logit: they only decide where to look, the threshold
 itself is found in exact arithmetic. The first pass over a row also takes what its search starts
-from: the largest logit, the first NaN, how many are above -inf and, for k, the largest of each group
-of logits (the k-th largest group has at least k logits at or above its maximum).
+from: the largest logit, the first NaN, how many are above -inf and, for k, the largest of each
+group of logits (the k-th largest group has at least k logits at or above its maximum).
 """
 
+from dspark_ops._launch import unaligned
 from dspark_ops._triton import tl, triton
 from dspark_ops.ordered import ordered_key
 from dspark_ops.top_k_top_p_state import (
@@ -213,3 +214,6 @@ def _top_k_top_p_sums_kernel(
                 TILE_V,
                 UNROLL,
             )
+
+
+_top_k_top_p_sums_unaligned_kernel = unaligned(_top_k_top_p_sums_kernel)

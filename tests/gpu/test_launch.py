@@ -1,8 +1,6 @@
 """What a call costs beside its result: memory, copies, compilations; which kernel is launched."""
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -13,30 +11,12 @@ from torch import Tensor
 import dspark_ops
 
 from .cases import make_bias, make_cache, make_inputs, same_bits, unfused
+from .compilations import compilations
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 BF16, F32 = torch.bfloat16, torch.float32
 VOCAB = 151936
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names of the kernel variants that Triton compiles, or loads from its disk cache, inside."""
-    import triton
-
-    runtime = triton.knobs.runtime
-    seen: list[str] = []
-
-    def hook(*args: Any, **kwargs: Any) -> None:
-        seen.append(str(kwargs.get("repr")))
-
-    before = runtime.jit_post_compile_hook
-    runtime.jit_post_compile_hook = hook
-    try:
-        yield seen
-    finally:
-        runtime.jit_post_compile_hook = before
 
 
 def test_one_gigabyte_of_cache_is_written_in_place() -> None:

@@ -20,8 +20,9 @@ from ..ops.prepare_batches import (
     put_any_values,
     without_outputs,
 )
+from .compilations import compilations
 from .test_capture import capture
-from .test_launch import compilations, misaligned
+from .test_launch import misaligned
 
 I32, I64 = torch.int32, torch.int64
 

@@ -91,6 +91,19 @@ def test_b6_01_the_preparing_kernels_specialize_on_nothing() -> None:
         assert not_specialized(node, "do_not_specialize_on_alignment") == pointers
 
 
+def test_b6_02_what_specializes_has_an_unaligned_twin() -> None:
+    """Two variants, not one for each combination of what is divisible by 16 and what is not."""
+    source = "\n".join(SOURCES.values())
+    for name, node in kernels().items():
+        pointers = {a.arg for a in node.args.args if a.arg.endswith("_ptr")}
+        numbers = {a.arg for a in node.args.args} - constexprs(node) - pointers
+        specialized = pointers - not_specialized(node, "do_not_specialize_on_alignment")
+        specialized |= numbers - not_specialized(node)
+        twin = name.replace("_kernel", "_unaligned_kernel")
+        has_twin = f"\n{twin} = unaligned({name})\n" in source
+        assert has_twin == bool(specialized), (name, specialized)
+
+
 def test_b6_08_threads_fit_a_block_on_every_warp_size() -> None:
     """At most 1024 threads with warps of 64, as some AMD GPUs have them."""
     module = op_module("gumbel_sample")
