@@ -148,7 +148,7 @@ def _top_k_top_p_begin_kernel(
         row_nan = tl.min(first_nan, axis=0)
         cut_key = NEG_INF_KEY + 0
         cut_id = -1
-        waits = False
+        waits = 0
         if row_nan < V:
             cut_key = NAN_KEY + 0
             cut_id = row_nan
@@ -159,7 +159,7 @@ def _top_k_top_p_begin_kernel(
             if k_on:
                 if k < tl.sum(num_finite, axis=0):
                     criterion = COUNT + 0
-                    waits = p_on
+                    waits = p_on.to(tl.int32)
                 else:
                     # All that are above -inf stay: a search for p, if any, has no sums yet.
                     had_sums = False
@@ -167,13 +167,13 @@ def _top_k_top_p_begin_kernel(
         tl.store(state + TOP, top.to(tl.int32, bitcast=True))
         tl.store(state + CUT_KEY, cut_key)
         tl.store(state + CUT_ID, cut_id)
-        tl.store(state + WAITS, waits.to(tl.int32))
+        tl.store(state + WAITS, waits)
         tl.store(state + CRITERION, criterion)
     else:
         top = float("-inf")
         criterion = DONE + 0
 
-    sums_again = False
+    sums_again = 0
     if criterion != DONE:
         high = ordered_key(top)
         wide = True
@@ -214,11 +214,11 @@ def _top_k_top_p_begin_kernel(
             if wide & (top < float("inf")):
                 if criterion == MASS:
                     low = tl.maximum(low, _lowest_for_mass(top, total, p, V))
-                sums_again = True
+                sums_again = 1
                 offs_j = row * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS)
                 tl.store(new_pivots_ptr + offs_j, _spread(high, low, top, criterion, NUM_PIVOTS))
                 tl.store(state + REFERENCE, top.to(tl.int32, bitcast=True))
         tl.store(state + HIGH, high)
         tl.store(state + LOW, low)
         tl.store(state + NUM_CANDIDATES, 0)
-    tl.store(state + SUMS, sums_again.to(tl.int32))
+    tl.store(state + SUMS, sums_again)
