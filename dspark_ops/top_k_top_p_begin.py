@@ -67,18 +67,19 @@ def _lowest_for_count(group_keys_ptr, num_groups, k, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def _spread(high, low, top, criterion, NUM_PIVOTS: tl.constexpr):
-    """Keys [NUM_PIVOTS] that divide (low, high] evenly in their distance from the largest logit.
+def _spread(high, low, top, NUM_PIVOTS: tl.constexpr):
+    """Keys [NUM_PIVOTS] inside (low, high], even in their distance from the largest logit.
 
-    A count has no scale of its own: in a long bracket its pivots double their distance.
+    A bracket far longer than its distance, as one down to -inf, gets pivots from its upper end on,
+    each step twice the one before.
     """
     step = (tl.arange(0, NUM_PIVOTS) + 1).to(tl.float32)
     nearest = top - value_of(high)
     farthest = top - value_of(low)
     even = nearest + (farthest - nearest) * (step / (NUM_PIVOTS + 1))
-    first = tl.maximum(nearest, 0.0625)
-    is_long = (criterion == COUNT) & (farthest > first * 64)
-    return ordered_key(top - tl.where(is_long, first * tl.exp2(step), even))
+    unit = tl.maximum(nearest, 0.0625)
+    doubling = nearest + unit * tl.exp2(step - 6.0)
+    return ordered_key(top - tl.where(farthest > nearest + unit * 16, doubling, even))
 
 
 @triton.jit(
@@ -216,7 +217,7 @@ def _top_k_top_p_begin_kernel(
                     low = tl.maximum(low, _lowest_for_mass(top, total, p, V))
                 sums_again = 1
                 offs_j = row * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS)
-                tl.store(new_pivots_ptr + offs_j, _spread(high, low, top, criterion, NUM_PIVOTS))
+                tl.store(new_pivots_ptr + offs_j, _spread(high, low, top, NUM_PIVOTS))
                 tl.store(state + REFERENCE, top.to(tl.int32, bitcast=True))
         tl.store(state + HIGH, high)
         tl.store(state + LOW, low)

@@ -20,6 +20,7 @@ from dspark_ops.top_k_top_p_state import (
     NEG_INF_KEY,
     REFERENCE,
     SUMS,
+    TOP,
     WAITS,
     load_k,
     load_p,
@@ -110,6 +111,10 @@ def _top_k_top_p_sample_kernel(
             cut_id = tl.load(state + CUT_ID)
     else:
         tl.store(state + FILTERED, (k_on | p_on).to(tl.int32))
+        tl.store(state + WAITS, 0)
+        tl.store(state + TOP, 0)
+        tl.store(state + CUT_KEY, cut_key)
+        tl.store(state + CUT_ID, cut_id)
         if k_on:
             # Up to this k the groups' maxima will tell more than a sample.
             if k > num_groups:
@@ -117,6 +122,7 @@ def _top_k_top_p_sample_kernel(
         elif p_on:
             criterion = MASS + 0
     sums = criterion != DONE
+    reference = 0
     if sums:
         offs = tl.arange(0, SAMPLE)
         ids = offs
@@ -143,6 +149,7 @@ def _top_k_top_p_sample_kernel(
             tl.store(pivots_ptr + offs_j, ordered_key(top - distances))
             scale = V / tl.minimum(V, SAMPLE).to(tl.float32)
             tl.store(ranks_ptr + offs_j, (above * scale).to(tl.int32))
-            tl.store(state + REFERENCE, top.to(tl.int32, bitcast=True))
+            reference = top.to(tl.int32, bitcast=True)
+    tl.store(state + REFERENCE, reference)
     tl.store(state + CRITERION, criterion)
     tl.store(state + SUMS, sums.to(tl.int32))
