@@ -130,10 +130,10 @@ BLOCK_C = 64
 BLOCK_G = 1024
 # Tile, warps and iterations whose loads are in flight at a time of each kernel.
 SUMS = (512, 4, 4)
-COLLECT = (512, 4, 2)
+COLLECT = (512, 4, 1)
 SELECT = (2048, 8)
-MASK = (2048, 8)
-SAMPLE_WARPS = 8
+MASK = (4096, 8)
+SAMPLE_WARPS = 16
 BEGIN_WARPS = 4
 
 # By what decides the compiled code: sizes and strides do so only by being aligned, as long as they
