@@ -35,14 +35,19 @@ def join(records: list[Record]) -> Record:
 Rows = tuple[Tensor, ...]  # idx_mapping, temperature, seeds, pos
 
 
-def fused_step(logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
+def fused_step(
+    logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+) -> Tensor:
     return dspark_ops.gumbel_sample(
         logits, *rows, bias=bias, logits_cache=cache, cache_col=column, is_drafting=True
     )
 
 
-def unfused_step(logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
-    logits = logits + bias
+def unfused_step(
+    logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+) -> Tensor:
+    if bias is not None:
+        logits = logits + bias
     block_max, block_argmax = dspark_ops.gumbel_block_argmax(
         logits, *rows, logits_cache=cache, cache_col=column, is_drafting=True
     )
@@ -63,12 +68,19 @@ def draft_loop(
     pos: Tensor,
     cache: Tensor,
     draft_tokens: Tensor,
+    filtering: Callable[[Tensor], Tensor] | None,
 ) -> None:
-    """Fill ``draft_tokens`` [B, N], at ``pos`` [B, N], and ``cache`` [S, N, D]."""
+    """Fill ``draft_tokens`` [B, N], at ``pos`` [B, N], and ``cache`` [S, N, D].
+
+    With ``filtering`` the sums are filtered in place, sampled and cached as they are then.
+    """
     for i in range(base.shape[1]):
         bias = F.linear(F.embedding(prev, w1), w2)
         rows = (idx_mapping, temperature, seeds, pos[:, i] - 1)
-        prev = step(base[:, i], bias, rows, cache, i)
+        if filtering is None:
+            prev = step(base[:, i], bias, rows, cache, i)
+        else:
+            prev = step(filtering(base[:, i] + bias), None, rows, cache, i)
         if d2t is not None:
             prev = prev + d2t[prev]
         draft_tokens[:, i] = prev
@@ -88,7 +100,9 @@ class Decoder:
         if toy.draft_ids is not None:
             self.d2t = self.target_ids - torch.arange(len(toy.draft_ids), device=device)
 
-    def step(self, logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
+    def step(
+        self, logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+    ) -> Tensor:
         return fused_step(logits, bias, rows, cache, column)
 
     def draft(self, *args: Any) -> None:
@@ -124,9 +138,10 @@ class Decoder:
             ids = anchor[:, None].repeat(1, len(ahead))
             cache.fill_(torch.nan)  # what is read was written in this round
             tables = (base, anchor, self.w1, self.w2, self.d2t)
-            self.draft(*tables, idx_mapping, *state, pos[:, 1:], cache, ids[:, 1:])
+            filtering = None if toy.top_k_top_p is None else toy.filter
+            self.draft(*tables, idx_mapping, *state, pos[:, 1:], cache, ids[:, 1:], filtering)
             draft_logits[..., self.target_ids] = cache
-            target_logits = (self.target[ids] / divisor).flatten(0, 1)
+            target_logits = toy.filter((self.target[ids] / divisor).flatten(0, 1))
             drafted = (target_logits, draft_logits, ids.flatten(), starts, pos.flatten())
             tokens, num_sampled, _ = self.verify(*drafted, idx_mapping, *state)
             accepted = num_sampled.long() - 1

@@ -34,7 +34,9 @@ class SharedNoise(Fault):
     name = "shared-noise"
     about = "draft and target share their noise"
 
-    def step(self, logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
+    def step(
+        self, logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+    ) -> Tensor:
         return dspark_ops.gumbel_sample(
             logits, *rows, bias=bias, logits_cache=cache, cache_col=column, is_drafting=False
         )
@@ -44,9 +46,11 @@ class CacheAfterTemperature(Fault):
     name = "cache-after-temperature"
     about = "the cache holds logits that are divided already"
 
-    def step(self, logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
+    def step(
+        self, logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+    ) -> Tensor:
         idx_mapping, temperature, _, _ = rows
-        total = logits + bias
+        total = logits if bias is None else logits + bias
         return dspark_ops.gumbel_sample(
             (total.float() / _divisor(temperature[idx_mapping])[:, None]).to(total.dtype),
             *rows,
@@ -61,9 +65,12 @@ class Fp32Sum(Fault):
     name = "fp32-sum"
     about = "the fp32 sum is sampled, its rounding to bf16 is cached"
 
-    def step(self, logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
+    def step(
+        self, logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+    ) -> Tensor:
         wide = cache.float()
-        token = fused_step(logits.float(), bias.float(), rows, wide, column)
+        wide_bias = None if bias is None else bias.float()
+        token = fused_step(logits.float(), wide_bias, rows, wide, column)
         cache[:, column] = wide[:, column].to(cache.dtype)
         return token
 
@@ -101,11 +108,14 @@ class UntruncatedQ(Fault):
     name = "untruncated-q"
     about = "truncated logits are sampled, untruncated ones are cached"
 
-    def step(self, logits: Tensor, bias: Tensor, rows: Rows, cache: Tensor, column: int) -> Tensor:
+    def step(
+        self, logits: Tensor, bias: Tensor | None, rows: Rows, cache: Tensor, column: int
+    ) -> Tensor:
         token = fused_step(logits, bias, rows, cache, column)
         slot = rows[0]
-        untruncated = self.toy.base[column].to(bias.device) + bias
-        cache[slot[slot >= 0], column] = untruncated[slot >= 0]
+        if bias is not None:
+            untruncated = self.toy.base[column].to(bias.device) + bias
+            cache[slot[slot >= 0], column] = untruncated[slot >= 0]
         return token
 
 

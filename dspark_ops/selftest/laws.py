@@ -14,15 +14,31 @@ def _law(logits: Tensor, temperature: float) -> Tensor:
     return torch.softmax((logits.float() / temperature).double(), -1)
 
 
+def _filtered(toy: Toy, logits: Tensor) -> Tensor:
+    """Of f32 logits [..., V] the k largest, and of those the shortest prefix of mass p; by sorting.
+
+    Toys have neither ties nor a prefix near p.
+    """
+    if toy.top_k_top_p is None:
+        return logits
+    k, p = toy.top_k_top_p
+    ordered, ids = logits.double().sort(-1, descending=True)
+    law = torch.softmax(ordered[..., :k], -1)
+    kept = (law.cumsum(-1) - law < p).sum(-1, keepdim=True)
+    rank = ids.argsort(-1)
+    return logits.masked_fill(rank >= kept, float("-inf"))
+
+
 def target_law(toy: Toy, temperature: float) -> Tensor:
     """[V, V]: after each token."""
-    return _law(toy.target, temperature)
+    return _law(_filtered(toy, toy.target.float() / temperature), 1.0)
 
 
 def draft_law(toy: Toy, temperature: float) -> Tensor:
     """[N, V, V]: at each step, after each token; 0 for ids that are not the draft's."""
     law = torch.zeros(toy.num_steps, toy.vocab, toy.vocab, dtype=torch.float64)
-    law[..., toy.target_ids] = _law(toy.sampled_base[:, None] + toy.bias, temperature)
+    logits = _filtered(toy, toy.sampled_base[:, None] + toy.bias)
+    law[..., toy.target_ids] = _law(logits, temperature)
     return law
 
 

@@ -125,8 +125,10 @@ def _run(
                 other = way(toy, method, settings.device)
                 record = next(_decode(other, state, settings.batch, progress, name))
                 note = ""
-                if isinstance(other, CompiledDecoder) and other.num_fused != toy.num_steps:
-                    note = f"{other.num_fused} of {toy.num_steps} steps fused: {other.reasons}"
+                # What is sampled filtered has no add before the sampler that could be fused.
+                steps = toy.num_steps if toy.top_k_top_p is None else 0
+                if isinstance(other, CompiledDecoder) and other.num_fused != steps:
+                    note = f"{other.num_fused} of {steps} steps fused: {other.reasons}"
                 checks.append(check_same(toy, method, name, batches[0], record, note))
             progress.clear()
             yield from checks

@@ -7,6 +7,7 @@
     truncated   5   5          3  f32     a draft of two ids a step, a target that never emits two
     reduced     16  6          4  bf16    a draft vocabulary of some of the target's ids
     wide        16  16         2  bf16    a peaked target and a flatter draft
+    filtered    16  16         3  f32     both by top-k and top-p, the draft after its bias is added
 
 The target's logits depend on the previous token, the draft's on the step and that token, by
 ``base[:, i] + linear(embedding(prev, W1), W2)``. W1 is the identity and W2 holds bf16 numbers, so
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+import dspark_ops
 
 TEMPERATURES = (1.0, 0.7, 0.0)
 SAMPLED = TEMPERATURES[:2]
@@ -35,6 +38,7 @@ class Toy:
     num_tokens: int  # of each request's text
     draft_ids: Tensor | None = None  # [D] target ids of a reduced draft vocabulary, ascending
     truncated: Tensor | None = None  # [N, D] bool: never sampled at a step
+    top_k_top_p: tuple[int, float] | None = None  # of the target, over temperature, and the draft
     anchor: int = 0  # the token before the text
 
     @property
@@ -44,6 +48,16 @@ class Toy:
     @property
     def num_steps(self) -> int:
         return self.base.shape[0]
+
+    def filter(self, logits: Tensor) -> Tensor:
+        """``logits`` [B, V] f32 as the toy samples them, in place."""
+        if self.top_k_top_p is None:
+            return logits
+        k, p = self.top_k_top_p
+        some = logits.new_empty(len(logits))
+        return dspark_ops.top_k_top_p_(
+            logits, torch.full_like(some, k, dtype=torch.int32), torch.full_like(some, p)
+        )
 
     @property
     def sampled_base(self) -> Tensor:
@@ -114,5 +128,14 @@ def _wide() -> Toy:
     return Toy("wide", target, base, bias, num_tokens=4)
 
 
+def _filtered() -> Toy:
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(16, 16, generator=generator) * 2
+    base = torch.randn(3, 16, generator=generator) * 0.5
+    bias = (target * 0.7 + torch.randn(16, 16, generator=generator)).bfloat16().float()
+    return Toy("filtered", target, base, bias, num_tokens=4, top_k_top_p=(6, 0.85))
+
+
 def toys() -> list[Toy]:
-    return [_one_step(), _returning(), _rounding(), _truncated(), _reduced(), _wide()]
+    small = [_one_step(), _returning(), _rounding(), _truncated()]
+    return [*small, _reduced(), _wide(), _filtered()]
