@@ -1,0 +1,317 @@
+"""Fuse the masking of logits by a sort into dspark::top_k_top_p.
+
+Why: a sort of [B, V] and about eight kernels over [B, V] become one op. Hook: post-grad pre, where
+softmax and masked_fill are spelled in one way, but nothing is fused yet.
+
+    Before                                                      After
+    values, ids = sort(logits)                                  p = full([B], 0.9)
+    probs  = softmax(values)    # amax, sub, exp, sum, div      masked = top_k_top_p(
+    mass   = cumsum(probs, -1)                                      logits, None, p, -inf)
+    remove = le(mass, 0.1)
+    remove = slice_scatter(remove, False, 1, -1)
+    remove = scatter(remove, 1, ids, remove)
+    masked = where(remove, -inf, logits)
+
+Only under ``numerics="lossless"``: the kept set is the user's, except that
+- a float cumsum rounds, which matters where the mass of a prefix is that close to p. ``mass > p``
+  counts as ``mass >= p``, and p = 1 keeps tokens whose probability rounds to 0;
+- of tied tokens as many stay, those with the lowest ids;
+- a row with NaN keeps its first NaN alone, and under p one with +inf the first of these, where a
+  softmax that is all NaN keeps everything or nothing; a negative p keeps one token, a NaN p all.
+
+Not matched: a compare of logits with the k-th largest or the last kept one, which keeps all that
+tie with it; more than one token kept whatever p is; a row that may lose all its tokens; another
+value than -inf; another dtype than float32, or not two dimensions; masked probabilities; logits
+that stay sorted; another reader of what is in between. `masking_rules` has the spellings.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from inductor_passes.base import (
+    Fusion,
+    LeftAlone,
+    readers,
+    same_shape,
+    stream_of,
+    value_of,
+)
+from inductor_passes.calls import Call, arguments_of, is_call_to, is_getitem
+from inductor_passes.masking_operands import Operands
+from inductor_passes.masking_rules import COMPARES, Reading
+from inductor_passes.masking_terms import (
+    CONVERTS,
+    Cut,
+    Ids,
+    KeptValue,
+    Logits,
+    Mask,
+    Mass,
+    Probs,
+    Rate,
+    TopIds,
+    TopK,
+    TopValues,
+    last_dim,
+    softmax_of,
+)
+from inductor_passes.padding_memory import dead_nodes, is_pure
+from inductor_passes.segments import at_most, equal
+from inductor_passes.source_lines import described
+from inductor_passes.storage import storage_root, write_between
+from inductor_passes.symbols import SizeReaders, emit_sizes, find_size_readers, size_read
+
+aten = torch.ops.aten
+
+_SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)
+_MASKINGS = (aten.where.self, aten.index_put.default, aten.scatter.src, aten.scatter.value)
+_NEAR = 64  # nodes looked at below a sort
+OP = torch.ops.dspark.top_k_top_p.default
+# Kernels of the eager program; a softmax is one, its division.
+_LAUNCHING = (
+    *_SORTS,
+    *_MASKINGS,
+    *CONVERTS,
+    *(aten.div.Tensor, aten.cumsum.default, aten.gather.default, aten.clone.default),
+    *(aten.slice_scatter.default, aten.select_scatter.default),
+    *(aten.cat.default, aten.constant_pad_nd.default),
+    *(aten.logical_not.default, aten.bitwise_not.default, aten.eq.Scalar, aten.ne.Scalar),
+    *COMPARES,
+)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """One call of the op; None: that filter is off. ``k_is_ready``: it is an operand of the op."""
+
+    k: Any
+    p: Rate | None
+    k_is_ready: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    result: Node
+    logits: Node
+    maskings: list[Masking]
+    num_rows: Any
+    gone: list[Node]
+    sizes: SizeReaders
+
+
+class MaskingFusion(Fusion):
+    name = "masking_fusion"
+    lossless_only = "dspark::top_k_top_p"
+
+    def candidates(self, graph: Graph) -> list[Node]:
+        sorts = [node for op in _SORTS for node in graph.find_nodes(op="call_function", target=op)]
+        return [node for node in sorted(sorts) if _masks_what_it_sorts(node)]
+
+    def decide(self, call: Call) -> Plan:
+        logits, of_probs = _logits_of(call)
+        reading = Reading(call.node, logits, of_probs)
+        result = _only_result(reading)
+        gone = [*reading.terms, *reading.helpers, result]
+        for node in gone:
+            if stream_of(node) != stream_of(result):
+                raise LeftAlone(
+                    f"{described(node)} runs on another stream than {described(result)}"
+                )
+        maskings = _maskings(reading.results[result].cuts)
+        earlier = _masking_before(logits, gone) if maskings[0].k is None else None
+        if earlier is not None:
+            gone.append(logits)
+            logits, k = earlier
+            maskings[0] = Masking(k, maskings[0].p, k_is_ready=True)
+        sources = [logits]
+        for masking in maskings:
+            for source in (masking.k, masking.p.source if masking.p is not None else None):
+                if isinstance(source, Node) and isinstance(source.meta["val"], torch.Tensor):
+                    _check_device(source, logits)
+                    sources.append(source)
+        write = write_between(call.node, result, {storage_root(source) for source in sources})
+        if write is not None:
+            raise LeftAlone(f"{described(write)} writes into what the masking reads")
+        num_rows = size_read(logits.meta["val"].shape[0], [logits])
+        if num_rows is None:
+            raise LeftAlone("how many rows the logits have is not known as a size of theirs")
+        sizes = find_size_readers(gone, [logits])
+        return Plan(result, logits, maskings, num_rows, gone, sizes)
+
+    def edit(self, plan: Plan) -> int:
+        result = plan.result
+        operands = Operands(result, plan.logits, emit_sizes(plan.num_rows, result))
+        masked = plan.logits
+        for masking in plan.maskings:
+            k = masking.k if masking.k_is_ready else operands.count(masking.k)
+            p = operands.rate(masking.p)
+            masked = operands.call(OP, masked, k, p, -torch.inf)
+            operands.launches += 1
+        # A write in place becomes a copy of what the op returns.
+        copies = sum(is_call_to(user, aten.copy_.default) for user in result.users)
+        result.replace_all_uses_with(masked)
+        erased = _erase_unread_above([*plan.gone, *plan.sizes.replace(masked)])
+        return sum(map(_is_launch, erased)) - operands.launches - copies
+
+
+def _logits_of(call: Call) -> tuple[Node, bool]:
+    """(the logits, whether they are sorted as their softmax)."""
+    source, dim = call.arguments["self"], call.arguments["dim"]
+    value = value_of(source, "what is sorted")
+    of_probs = is_call_to(source, aten.div.Tensor) and softmax_of(source) is not None
+    if of_probs:
+        source = softmax_of(source)[0]  # type: ignore[index]
+    while is_call_to(source, aten.clone.default):
+        source = source.args[0]
+    value = value_of(source, "the logits")
+    if value.dtype != torch.float32:
+        raise LeftAlone(f"the logits ({described(source)}) are {value.dtype}, not torch.float32")
+    if value.dim() != 2:
+        raise LeftAlone(f"the logits ({described(source)}) have {value.dim()} dimensions, not 2")
+    if not last_dim(dim):
+        raise LeftAlone(f"{described(call.node)} runs over dim {dim}, not over the vocabulary")
+    if value.device.type not in ("cpu", "cuda"):
+        raise LeftAlone(f"the logits are on {value.device}")
+    if not at_most(1, value.shape[1]) or not at_most(value.shape[1], 2**30):
+        raise LeftAlone(
+            f"the size of the vocabulary, {value.shape[1]}, is not known to be in range"
+        )
+    if not equal(value.shape[1], 1) and not equal(value.stride(1), 1):
+        raise LeftAlone(
+            f"the logits ({described(source)}) are not contiguous in the vocabulary dimension"
+        )
+    if not call.arguments.get("largest", True):
+        raise LeftAlone(f"{described(call.node)} takes the smallest")
+    return source, of_probs
+
+
+_LABELS = {
+    Ids: "the sorted ids",
+    KeptValue: "the smallest kept value",
+    Logits: "the sorted logits",
+    Mask: "the mask",
+    Mass: "the cumulated mass",
+    Probs: "the sorted probabilities",
+    TopIds: "the ids of the largest",
+    TopValues: "the largest logits",
+}
+
+
+def _only_result(reading: Reading) -> Node:
+    """The masked logits, where nobody else reads what they are made of."""
+    known = {*reading.terms, *reading.helpers, *reading.results}
+    dead = dead_nodes(reading.sort.graph)
+    others = [
+        (reader, node)
+        for node in [*reading.terms, *reading.helpers]
+        for reader in readers(node)
+        if reader not in known and reader not in dead
+    ]
+    if others:
+        reader, node = min(others)
+        what = _LABELS.get(type(reading.terms.get(node)), "an intermediate result")
+        if reading.results:
+            raise LeftAlone(f"{described(reader)} reads {what} ({described(node)}) as well")
+        raise LeftAlone(
+            f"{described(reader)}, which reads {what}, is no step of a masking that "
+            "dspark::top_k_top_p does"
+        )
+    if not reading.results:
+        raise LeftAlone("what is sorted is not put back as masked logits")
+    if len(reading.results) > 1:
+        names = " and ".join(map(described, reading.results))
+        raise LeftAlone(f"several masked logits come from one sort: {names}")
+    return next(iter(reading.results))
+
+
+def _maskings(cuts: tuple[Cut, ...]) -> list[Masking]:
+    """As few calls of the op as do these one after the other."""
+    maskings: list[Masking] = []
+    for cut in cuts:
+        if isinstance(cut, TopK):
+            maskings.append(Masking(cut.k, None))
+        elif maskings and maskings[-1].p is None:
+            maskings[-1] = Masking(maskings[-1].k, cut.p)
+        else:
+            maskings.append(Masking(None, cut.p))
+    return maskings
+
+
+def _masking_before(logits: Node, gone: list[Node]) -> tuple[Node, Node] | None:
+    """(logits, k) of a call of the op that only keeps the k largest, read by ``gone`` alone."""
+    if not is_call_to(logits, OP) or any(user not in gone for user in readers(logits)):
+        return None
+    arguments = arguments_of(logits)
+    if arguments["p"] is not None or arguments["mask_value"] != -torch.inf:
+        return None
+    return arguments["logits"], arguments["k"]
+
+
+def _check_device(source: Node, logits: Node) -> None:
+    devices = [node.meta["val"].device for node in (source, logits)]
+    if devices[0] != devices[1]:
+        raise LeftAlone(f"{described(source)} is on {devices[0]}, the logits are on {devices[1]}")
+
+
+def _masks_what_it_sorts(sort: Node) -> bool:
+    """Whether something near that is computed from ``sort`` masks its input or what it returns."""
+    source = arguments_of(sort)["self"]
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    above = [source]
+    for node in above:
+        sources = [x for x in node.all_input_nodes if x not in above]
+        above += sources if len(above) < 16 else []
+    reached = [sort]
+    for node in reached:
+        if len(reached) < _NEAR:
+            reached += [user for user in node.users if user not in reached]
+    return any(_masks(node, value, above, reached, sort) for node in reached)
+
+
+def _masks(
+    node: Node, like: torch.Tensor, above: list[Node], reached: list[Node], sort: Node
+) -> bool:
+    value = node.meta.get("val")
+    if not is_call_to(node, *_MASKINGS) or not isinstance(value, torch.Tensor):
+        return False
+    if not value.is_floating_point() or not same_shape(value.shape, like.shape):
+        return False
+    arguments = arguments_of(node)
+    if is_call_to(node, aten.where.self):
+        return any(arguments[name] in (*above, *reached) for name in ("self", "other"))
+    if is_call_to(node, aten.index_put.default):
+        first = arguments["indices"][0]
+        by_mask = isinstance(first, Node) and first.meta["val"].dtype == torch.bool
+        return by_mask and arguments["self"] in (*above, *reached)
+    source = arguments.get("src")
+    if arguments["self"] in above or not isinstance(source, Node):
+        return arguments["self"] in above
+    # All in sorted order, or what a topk returns, put back.
+    is_whole = source in reached and same_shape(source.meta["val"].shape, like.shape)
+    return is_whole or (is_getitem(source) and source.args[0] is sort)
+
+
+def _erase_unread_above(nodes: list[Node]) -> list[Node]:
+    """Erase ``nodes`` and what only they have read: constants, indices, 1 - p."""
+    erased = []
+    pending = sorted(set(nodes))
+    while pending:
+        node = pending.pop()
+        if node.users or node in erased or not (is_pure(node) or is_getitem(node) or node in nodes):
+            continue
+        pending += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.append(node)
+    return erased
+
+
+def _is_launch(node: Node) -> bool:
+    """Whether ``node`` is a kernel of the eager program."""
+    return is_call_to(node, *_LAUNCHING) or (
+        is_call_to(node, aten.full.default) and node.meta["val"].dim() > 0
+    )
