@@ -16,6 +16,7 @@ from torch.fx import Node
 from inductor_passes.calls import HANDED_ON
 from inductor_passes.masking_terms import Rate, without_views
 from inductor_passes.segments import equal
+from inductor_passes.symbols import SizeRead, emit_sizes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -27,7 +28,7 @@ class Operands:
 
     anchor: Node
     logits: Node
-    num_rows: Any  # an int, or a node
+    num_rows: int | SizeRead
     launches: int = 0
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Node:
@@ -51,6 +52,7 @@ class Operands:
             return self._full(self.call(torch.sym_min, k, 2**31 - 1), torch.int32)
         if value.dtype not in (torch.int32, torch.int64):
             k = self._convert(k, torch.int64)
+        k = without_views(k)
         self.launches += 1
         # The first of the order is kept whatever k is. Beyond V is off, as V is.
         most = vocab if isinstance(vocab, int) else 2**31 - 1
@@ -65,12 +67,16 @@ class Operands:
         if p.complement:
             self.launches += 1
             node = self.call(aten.sub.Tensor, 1, node)
+        if node.meta["val"].device != self.logits.meta["val"].device:
+            # A number on the host, as a compiled float argument is, goes where it is added to.
+            self.launches += 1
+            return self.call(aten.add.Tensor, self._full(0.0, torch.float32), node)
         return self._flat(self._convert(node, torch.float32))
 
     def _full(self, value: Any, dtype: torch.dtype) -> Node:
         self.launches += 1
         device = self.logits.meta["val"].device
-        shape = [self.num_rows]
+        shape = emit_sizes([self.num_rows], self.anchor)
         return self.call(
             aten.full.default, shape, value, dtype=dtype, device=device, pin_memory=False
         )
@@ -88,4 +94,4 @@ class Operands:
         num_rows = self.logits.meta["val"].shape[0]
         if equal(node.meta["val"].shape[0], num_rows):
             return node
-        return self.call(aten.expand.default, node, [self.num_rows])
+        return self.call(aten.expand.default, node, emit_sizes([self.num_rows], self.anchor))

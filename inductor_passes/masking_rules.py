@@ -492,7 +492,7 @@ def put(node: Node, reading: Reading) -> Any:
     indices = arguments["indices"]
     if len(indices) != 1 or indices[0] is None or arguments["accumulate"]:
         return None
-    if not indices[0].meta["val"].dtype == torch.bool:
+    if indices[0].meta["val"].dtype != torch.bool or not reading.is_whole(indices[0]):
         return None
     return _masked(node, indices[0], arguments["values"], arguments["self"], reading)
 
@@ -507,6 +507,8 @@ def _masked(node: Node, condition: Any, yes: Any, no: Any, reading: Reading) -> 
     removed, kept = (yes, no) if mask.removes else (no, yes)
     value = constant_of(removed)
     if constant_of(kept) is not None:
+        if value is not None:
+            return None
         raise LeftAlone(f"{described(node)} masks the tokens that the test keeps, not the others")
     logits = reading.meaning(kept)
     if isinstance(logits, Probs):
@@ -515,6 +517,8 @@ def _masked(node: Node, condition: Any, yes: Any, no: Any, reading: Reading) -> 
         name = described(kept) if isinstance(kept, Node) else kept
         raise LeftAlone(f"{described(node)} masks {name}, which is not the tensor that was sorted")
     _check_value(node, value)
+    if node.meta["val"].dtype != torch.float32:
+        raise LeftAlone(f"{described(node)} makes {node.meta['val'].dtype} of the logits")
     if logits.in_place != mask.in_place:
         raise LeftAlone(
             f"{described(node)} masks logits in the order of the "

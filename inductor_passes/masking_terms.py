@@ -10,6 +10,7 @@
 ``in_place``: entry i is token i; otherwise it is the i-th of the order that the sort made.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,6 @@ SAME_ENTRIES = (
     aten.squeeze.dims,
     aten.expand.default,
 )
-
-
 SOFTMAX_PARTS = (aten.amax.default, aten.sub.Tensor, aten.exp.default, aten.sum.dim_IntList)
 
 
@@ -186,7 +185,10 @@ def constant_of(x: Any) -> Any:
     """The one number that ``x`` is or holds everywhere, or None."""
     while isinstance(x, Node):
         if is_call_to(x, aten.full.default):
+            is_bool = x.meta["val"].dtype == torch.bool
             x = arguments_of(x)["fill_value"]
+            if is_bool and isinstance(x, int | float):
+                return bool(x)
         elif is_call_to(x, aten.copy.default):
             x = arguments_of(x)["src"]
         elif is_call_to(x, *SAME_ENTRIES):
@@ -207,8 +209,8 @@ def bounds(size: Any, start: Any, end: Any) -> tuple[Any, Any] | None:
     """The entries that ``[start:end]`` takes of ``size``; None where that is not known."""
     found = []
     for bound, default in ((number_of(start), 0), (number_of(end), size)):
-        if bound is None:
-            bound = default
+        if bound is None or (isinstance(bound, int) and bound >= sys.maxsize):
+            bound = default if bound is None else size
         if at_most(bound, -1):
             bound = bound + size
             if not at_most(0, bound):
@@ -324,7 +326,9 @@ def complement_of(rate: Rate) -> Rate:
             one, other = other, one
         if constant_of(one) == 1 and arguments["alpha"] == 1 and isinstance(other, Node):
             value = other.meta["val"]
-            if value.is_floating_point() and equal(value.numel(), count):
+            # A narrower float rounds 1 - p too far.
+            is_fine = value.dtype in (torch.float32, torch.float64)
+            if is_fine and equal(value.numel(), count):
                 return Rate(other)
     return Rate(rate.source, complement=True)
 
@@ -342,9 +346,12 @@ def count_of(k: Any, num_rows: Any) -> Count | None:
 
 
 def _is_positive(node: Any) -> bool:
-    while is_call_to(node, *SAME_ENTRIES, *CONVERTS):
+    while is_call_to(node, *SAME_ENTRIES, *CONVERTS, aten.clamp_max.default):
         if is_call_to(node, *CONVERTS) and node.meta["val"].dtype != torch.int64:
             return False  # a narrower one wraps
+        most = number_of(node.args[1]) if is_call_to(node, aten.clamp_max.default) else 1
+        if most is None or not at_most(1, most):
+            return False
         node = node.args[0]
     if is_call_to(node, aten.clamp_min.default, aten.clamp.default):
         arguments = arguments_of(node)
