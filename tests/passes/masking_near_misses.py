@@ -167,6 +167,15 @@ def shifted_by_two(x):
     return x.logits.masked_fill(remove.scatter(1, order, remove), -INF)
 
 
+@left_alone("slice_scatter")
+def shifted_nowhere(x):
+    values, order = x.logits.sort(-1, descending=True)
+    remove = values.softmax(-1).cumsum(-1) > P
+    remove[:, :-1] = remove[:, :-1].clone()
+    remove[:, 0] = False
+    return x.logits.masked_fill(remove.scatter(1, order, remove), -INF)
+
+
 @left_alone("the mass must count the token itself")
 def ascending_and_shifted(x):
     values, order = x.logits.sort(-1)
@@ -238,6 +247,46 @@ def unguarded_k_of_each_row(x):
     values, order = x.logits.sort(-1, descending=True)
     place = torch.arange(values.shape[-1], device=values.device)
     values = values.masked_fill(place >= (x.k - 1)[:, None], -INF)
+    return values.scatter(1, order, values)
+
+
+@left_alone("which reads the sorted logits, is no step")
+def one_more_than_k(x):
+    values, order = x.logits.sort(-1, descending=True)
+    place = torch.arange(values.shape[-1], device=values.device)
+    values = values.masked_fill(place > K, -INF)
+    return values.scatter(1, order, values)
+
+
+@left_alone("masks the tokens that the test keeps")
+def all_but_k_kept(x):
+    values, order = x.logits.sort(-1, descending=True)
+    place = torch.arange(values.shape[-1], device=values.device)
+    values = values.masked_fill(~(place >= K), -INF)
+    return values.scatter(1, order, values)
+
+
+@left_alone("which reads the sorted logits, is no step")
+def place_from_the_end(x):
+    values, order = x.logits.sort(-1)
+    place = torch.arange(values.shape[-1], device=values.device)
+    values = values.masked_fill(place >= K, -INF)
+    return values.scatter(1, order, values)
+
+
+@left_alone("which reads the sorted logits, is no step")
+def place_from_one(x):
+    values, order = x.logits.sort(-1, descending=True)
+    place = torch.arange(1, values.shape[-1] + 1, device=values.device)
+    values = values.masked_fill(place >= K, -INF)
+    return values.scatter(1, order, values)
+
+
+@left_alone("which reads the sorted logits, is no step")
+def every_other_place(x):
+    values, order = x.logits.sort(-1, descending=True)
+    place = torch.arange(0, 2 * values.shape[-1], 2, device=values.device)
+    values = values.masked_fill(place >= K, -INF)
     return values.scatter(1, order, values)
 
 

@@ -313,6 +313,14 @@ def by_place(x):
     return values.scatter(1, order, values)
 
 
+@fused(k=K)
+def by_place_inverted(x):
+    values, order = x.logits.sort(-1, descending=True)
+    place = torch.arange(values.shape[-1], device=values.device)
+    values = values.masked_fill((place < K).logical_not(), -INF)
+    return values.scatter(1, order, values)
+
+
 @fused(k=True)
 def by_place_k_of_each_row(x):
     values, order = x.logits.sort(-1, descending=True)
