@@ -31,19 +31,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from inductor_passes.base import (
-    Fusion,
-    LeftAlone,
-    readers,
-    same_shape,
-    stream_of,
-    value_of,
-)
+from inductor_passes.base import Fusion, LeftAlone, readers, stream_of, value_of
 from inductor_passes.calls import Call, arguments_of, is_call_to, is_getitem
+from inductor_passes.masking_candidates import MASKINGS, SORTS, masks_what_it_sorts
+from inductor_passes.masking_masks import COMPARES
 from inductor_passes.masking_operands import Operands
-from inductor_passes.masking_rules import COMPARES, Reading
+from inductor_passes.masking_reading import CONVERTS, Reading, last_dim
+from inductor_passes.masking_rules import read, softmax_of
 from inductor_passes.masking_terms import (
-    CONVERTS,
     Cut,
     Ids,
     KeptValue,
@@ -55,8 +50,6 @@ from inductor_passes.masking_terms import (
     TopIds,
     TopK,
     TopValues,
-    last_dim,
-    softmax_of,
 )
 from inductor_passes.padding_memory import dead_nodes, is_pure
 from inductor_passes.segments import at_most, equal
@@ -66,14 +59,11 @@ from inductor_passes.symbols import SizeReaders, find_size_readers, size_read
 
 aten = torch.ops.aten
 
-_SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)
-_MASKINGS = (aten.where.self, aten.index_put.default, aten.scatter.src, aten.scatter.value)
-_NEAR = 64  # nodes looked at below a sort
 OP = torch.ops.dspark.top_k_top_p.default
 # Kernels of the eager program; a softmax is one, its division.
 _LAUNCHING = (
-    *_SORTS,
-    *_MASKINGS,
+    *SORTS,
+    *MASKINGS,
     *CONVERTS,
     *(aten.div.Tensor, aten.cumsum.default, aten.gather.default, aten.clone.default),
     *(aten.slice_scatter.default, aten.select_scatter.default),
@@ -107,28 +97,28 @@ class MaskingFusion(Fusion):
     lossless_only = "dspark::top_k_top_p"
 
     def candidates(self, graph: Graph) -> list[Node]:
-        sorts = [node for op in _SORTS for node in graph.find_nodes(op="call_function", target=op)]
+        sorts = [node for op in SORTS for node in graph.find_nodes(op="call_function", target=op)]
         try:
-            return [node for node in sorted(sorts) if _masks_what_it_sorts(node)]
+            return [node for node in sorted(sorts) if masks_what_it_sorts(node)]
         except Exception:
             return sorted(sorts)  # `decide` meets the same error, where it is reported
 
     def decide(self, call: Call) -> Plan:
         logits, of_probs = _logits_of(call)
-        reading = Reading(call.node, logits, of_probs)
+        reading = read(call.node, logits, of_probs)
         result = _only_result(reading)
         gone = [*reading.terms, *reading.helpers, result]
-        for node in gone:
-            if stream_of(node) != stream_of(result):
-                raise LeftAlone(
-                    f"{described(node)} runs on another stream than {described(result)}"
-                )
         maskings = _maskings(reading.results[result].cuts)
         earlier = _masking_before(logits, gone) if maskings[0].k is None else None
         if earlier is not None:
             gone.append(logits)
             logits, k = earlier
             maskings[0] = Masking(k, maskings[0].p, k_is_ready=True)
+        for node in gone:
+            if stream_of(node) != stream_of(result):
+                raise LeftAlone(
+                    f"{described(node)} runs on another stream than {described(result)}"
+                )
         sources = [logits]
         for masking in maskings:
             for source in (masking.k, masking.p.source if masking.p is not None else None):
@@ -136,7 +126,7 @@ class MaskingFusion(Fusion):
                     sources.append(source)
         for source in sources[1:]:
             _check_device(source, logits)
-        write = write_between(call.node, result, {storage_root(source) for source in sources})
+        write = write_between(min(gone), result, {storage_root(source) for source in sources})
         if write is not None:
             raise LeftAlone(f"{described(write)} writes into what the masking reads")
         num_rows = size_read(logits.meta["val"].shape[0], [logits])
@@ -256,48 +246,6 @@ def _check_device(source: Node, logits: Node) -> None:
     value, device = source.meta["val"], logits.meta["val"].device
     if value.device != device and not (value.dim() == 0 and value.is_floating_point()):
         raise LeftAlone(f"{described(source)} is on {value.device}, the logits are on {device}")
-
-
-def _masks_what_it_sorts(sort: Node) -> bool:
-    """Whether something near that is computed from ``sort`` masks its input or what it returns."""
-    source = arguments_of(sort)["self"]
-    value = source.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return False
-    above = [source]
-    for node in above:
-        sources = [x for x in node.all_input_nodes if x not in above]
-        above += sources if len(above) < 16 else []
-    reached = [sort]
-    for node in reached:
-        if len(reached) < _NEAR:
-            reached += [user for user in node.users if user not in reached]
-    return any(_masks(node, value, above, reached, sort) for node in reached)
-
-
-def _masks(
-    node: Node, like: torch.Tensor, above: list[Node], reached: list[Node], sort: Node
-) -> bool:
-    value = node.meta.get("val")
-    if not is_call_to(node, *_MASKINGS) or not isinstance(value, torch.Tensor):
-        return False
-    if not value.is_floating_point() or not same_shape(value.shape, like.shape):
-        return False
-    arguments = arguments_of(node)
-    if is_call_to(node, aten.where.self):
-        return any(arguments[name] in (*above, *reached) for name in ("self", "other"))
-    if is_call_to(node, aten.index_put.default):
-        first = arguments["indices"][0]
-        by_mask = isinstance(first, Node) and first.meta["val"].dtype == torch.bool
-        return by_mask and arguments["self"] in (*above, *reached)
-    source = arguments.get("src")
-    if arguments["self"] in above or not isinstance(source, Node):
-        return arguments["self"] in above
-    # All in sorted order, or what a topk returns, put back.
-    is_whole = source in reached and same_shape(source.meta["val"].shape, like.shape)
-    if is_call_to(source, aten.gather.default):
-        return arguments_of(source)["self"] in above and source in reached
-    return is_whole or (is_getitem(source) and source.args[0] is sort)
 
 
 def _erase_unread_above(nodes: list[Node]) -> list[Node]:

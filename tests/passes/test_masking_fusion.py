@@ -12,7 +12,7 @@ import inductor_passes
 
 from .compiling import SAMPLER, Compiled, generated_code_of, ops_in, renamed
 from .inputs import Inputs, assert_as_eager, assert_equal, copied, make_inputs
-from .masking_inputs import INF, K, MASKING, P, Rows, kept, make_rows, masked_by_rule
+from .masking_inputs import INF, MASKING, K, P, Rows, kept, make_rows, masked_by_rule
 from .masking_spellings import FUSED, Spelling, warp_top_p
 
 LOSSLESS = {"dspark.numerics": "lossless", "dspark.strict": True}
@@ -101,7 +101,7 @@ def test_odd_sizes(num_rows: int, vocab: int) -> None:
         assert compiled.fused(MASKING) == 4
 
 
-def test_one_token_of_a_vocabulary_of_one() -> None:
+def test_as_many_tokens_as_k() -> None:
     function = FUSED["largest_put_into_minus_inf"].function
     compiled = Compiled(function, options=LOSSLESS)
     x = make_rows(4, K)
@@ -143,8 +143,9 @@ def test_expected_k_of_each_row() -> None:
 convert_element_type = prims.convert_element_type(arg0, torch.int32)
 clamp_min = clamp_min(convert_element_type, 1)
 clamp_max = clamp_max(clamp_min, 1000000)
-clamp_default = clamp(clamp_max, 1, 150)
-top_k_top_p_default = dspark.top_k_top_p(arg1, clamp_default, None, -inf)
+clamp_min_default = clamp_min(clamp_max, 1)
+clamp_max_default = clamp_max(clamp_min_default, 150)
+top_k_top_p_default = dspark.top_k_top_p(arg1, clamp_max_default, None, -inf)
 return (top_k_top_p_default,)""",
     )
 
@@ -218,6 +219,20 @@ def test_sampled_from(dynamic: bool | None) -> None:
         assert_as_eager(compiled, masked_step, x)
     assert compiled.reasons(MASKING) == []
     assert compiled.fused(MASKING) == len(compiled.graphs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_with_kernels(dynamic: bool) -> None:
+    names = [name for name in FUSED if name not in UNGUARDED or not dynamic]
+
+    def every(*rows: Rows) -> list[Tensor]:
+        return [FUSED[name].function(x) for name, x in zip(names, rows, strict=True)]
+
+    compiled = Compiled(every, backend="dspark", dynamic=dynamic, options=LOSSLESS)
+    for num_rows in (6, 7) if dynamic else (6,):
+        rows = [make_rows(num_rows, seed=seed) for seed in range(len(names))]
+        assert_as_eager(compiled, every, *rows)
+    assert compiled.reasons(MASKING) == []
 
 
 def test_one_kernel_call() -> None:

@@ -1,4 +1,4 @@
-"""What only looks like the masking that the op does is left alone, with a reason, and is eager's."""
+"""What only looks like the masking that the op does is left alone, with a reason."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from inductor_passes import masking_fusion
 
 from .compiling import Compiled
 from .inputs import DEVICE, assert_as_eager
-from .masking_inputs import INF, MASKING, P, Rows, make_rows
+from .masking_inputs import INF, MASKING, Rows, make_rows
 from .masking_near_misses import LEFT_ALONE
 from .masking_spellings import FUSED
 from .test_masking_fusion import LOSSLESS
@@ -92,12 +92,12 @@ def crash(*_: object) -> None:
     raise ZeroDivisionError("made up")
 
 
-@pytest.mark.parametrize("place", ["_masks_what_it_sorts", "Reading"])
+@pytest.mark.parametrize("place", ["masks_what_it_sorts", "read"])
 def test_crash_is_contained(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_fusion, place, crash)
     options = {"dspark.numerics": "lossless"}
     function = FUSED["warper"].function
     compiled = Compiled(function, options=options)
     assert_as_eager(compiled, function, make_rows())
-    if place == "Reading":
+    if place == "read":
         assert compiled.reasons(MASKING) == ["internal error: ZeroDivisionError: made up"]
