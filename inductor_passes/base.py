@@ -29,6 +29,8 @@ class Fusion(ABC):
     """One rewrite. ``candidates`` and ``decide`` only read the graph; ``edit`` must not fail."""
 
     name: str
+    # The op that the rewrite writes, where it keeps the distribution but not every bit.
+    lossless_only: str | None = None
 
     @abstractmethod
     def candidates(self, graph: Graph) -> list[Node]: ...
@@ -41,7 +43,7 @@ class Fusion(ABC):
     def edit(self, plan: Any) -> int:
         """Rewrite; return how many launches of the eager program are gone."""
 
-    def apply(self, graph: Graph, strict: bool) -> list[Site]:
+    def apply(self, graph: Graph, strict: bool, numerics: str) -> list[Site]:
         sites = []
         for node in self.candidates(graph):
             file, line = source_line(node)
@@ -51,6 +53,11 @@ class Fusion(ABC):
                 continue
             try:
                 plan = self.decide(call)
+                if self.lossless_only is not None and numerics != "lossless":
+                    raise LeftAlone(
+                        f"numerics={numerics!r}: would become {self.lossless_only} with "
+                        "numerics='lossless'"
+                    )
             except LeftAlone as reason:
                 sites.append(Site(self.name, False, str(reason), file, line, 0))
             except Exception as error:

@@ -82,15 +82,19 @@ def dead_nodes(graph: Graph) -> set[Node]:
     """Pure ops whose results nobody needs: functionalization leaves views and scatters behind."""
     dead: set[Node] = set()
     for node in reversed(graph.nodes):
-        if (
-            isinstance(node.target, OpOverload)
-            and node.target.namespace in ("aten", "prims")
-            and not node.target._schema.is_mutable
-            and not node.is_impure()
-            and all(user in dead for user in node.users)
-        ):
+        if is_pure(node) and all(user in dead for user in node.users):
             dead.add(node)
     return dead
+
+
+def is_pure(node: Node) -> bool:
+    """Whether ``node`` may be dropped where nobody reads it."""
+    return (
+        isinstance(node.target, OpOverload)
+        and node.target.namespace in ("aten", "prims")
+        and not node.target._schema.is_mutable
+        and not node.is_impure()
+    )
 
 
 def unread_without(call: Call, fill: Fill, known: Known, dead: set[Node]) -> set[Node]:

@@ -20,11 +20,12 @@ import dspark_ops
 from inductor_passes.base import Fusion
 from inductor_passes.combine_fusion import CombineFusion
 from inductor_passes.eager_rounding import keep_adds_apart
+from inductor_passes.masking_fusion import MaskingFusion
 from inductor_passes.padding_fusion import PaddingFusion
 from inductor_passes.sampler_fusion import SamplerFusion
 from inductor_passes.sites import Report, record
 
-FUSIONS: tuple[Fusion, ...] = (SamplerFusion(), CombineFusion(), PaddingFusion())
+FUSIONS: tuple[Fusion, ...] = (SamplerFusion(), CombineFusion(), PaddingFusion(), MaskingFusion())
 DEFAULTS: dict[str, Any] = {
     "dspark.numerics": "bitwise",
     "dspark.strict": False,
@@ -82,7 +83,9 @@ class DsparkPasses(CustomGraphPass):
         seen = Report(graphs=1, pass_names=tuple(fusion.name for fusion in enabled))
         for fusion in FUSIONS:
             if fusion in enabled:
-                seen.sites += fusion.apply(graph, options["dspark.strict"])
+                seen.sites += fusion.apply(
+                    graph, options["dspark.strict"], options["dspark.numerics"]
+                )
             else:
                 seen.notes.append(f"{fusion.name} is switched off")
         keep_adds_apart(graph)

@@ -69,7 +69,8 @@ pass outcome where launches saved reason
 sampler_fusion fused f.py:fused 3
 sampler_fusion left alone f.py:read 0
 combine_fusion fused f.py:read 1
-padding_fusion no candidate 0""",
+padding_fusion no candidate 0
+masking_fusion no candidate 0""",
     )
 
 
