@@ -112,6 +112,9 @@ def launch(
         _INSTEAD[threading.get_ident()](kernel, options, grid, args, named)
         return None
     if variant is None:
-        return kernel[grid](*args, **named, **options)
+        variant = kernel[grid](*args, **named, **options)
+        # While another thread compiles in parallel Triton answers with a future, which launches
+        # nothing.
+        return variant.result() if hasattr(type(variant), "result") else variant
     variant[grid](*args)
     return variant

@@ -4,7 +4,8 @@ Integer sums have no rounding and no order, so a prefix of a row has the same ma
 summation, for any tiling, batch and device. The largest logit weighs 2^44 exactly, so no total is
 zero, and 2^18 tokens of that weight still fit (a larger vocabulary drops low bits, ``shift``).
 Relative error of a mass, down to where 2^-44 ends it: polynomial 8.4e-8, fixed point of the logits
-6e-8; of the share of any prefix, at most a half of that. Logits 30.48 and more below the largest
+and their largest 1.2e-7; of the share of any prefix at most 7.2e-8, a quarter of how far the errors
+in a row lie apart. Logits 30.48 and more below the largest
 weigh nothing: 2^18 of them together 1.5e-8 of the whole.
 
 ``masses_ref`` in PyTorch is the specification; the Triton function gives the same integers.

@@ -17,7 +17,8 @@ if it does on all; a float sum, at p below its resolution, would round to "alrea
 the first token. p * total is one product in f64.
 
 The kept set is that of exact arithmetic, except where the mass of a prefix is within 1e-7 of p
-(beyond V = 2^19, where masses have fewer bits, within V units of mass: 2.4e-7 at 2^20).
+(beyond V = 2^19, where masses have fewer bits, within V units of mass: 2.4e-7 at 2^20). V is at
+most 2^22.
 """
 
 import functools
@@ -31,7 +32,7 @@ from torch import Tensor
 from dspark_ops import _checks
 from dspark_ops._launch import is_aligned, launch, launch_options, on_device
 from dspark_ops._library import is_plain_gpu_call, register
-from dspark_ops._serving import Call, Serving
+from dspark_ops._serving import Call, NotWarmed, Serving
 from dspark_ops._triton import require_triton
 from dspark_ops._vector_checks import MAX_INT32
 from dspark_ops.mass import LARGEST, mass_shift, masses_ref
@@ -90,10 +91,17 @@ def _k_is_on(k: Tensor, vocab: int) -> Tensor:
 
 # 3 launcher
 
+MAX_VOCAB = 2**22  # beyond it masses drop more bits than the doubt about fp32 sums allows
+
 
 def _check(logits: Tensor, k: Tensor | None, p: Tensor | None) -> None:
     _checks.check_dtype("logits", logits, (torch.float32,))
     _checks.check_logits(logits)
+    if logits.shape[1] > MAX_VOCAB:
+        raise ValueError(
+            "logits must have V <= 2^22 columns, which integer masses can tell apart; "
+            f"got {tuple(logits.shape)}"
+        )
     for name, x, dtype in (("k", k, torch.int32), ("p", p, torch.float32)):
         if x is None:
             continue
@@ -120,10 +128,10 @@ def _check_in_place(logits: Tensor, k: Tensor | None, p: Tensor | None) -> None:
 # write, where a read and a write are the floor; scratch memory is 16 bytes a candidate.
 #
 # H200, V 151936, normal rows, p = 0.9, one run, us at B = 65 / 256 without the copy: 122.1 / 333.6
-# with 8 warps for the sample, 2 iterations of collect in flight and tiles of 2048 to mask; 117.4 /
-# 331.4 as below. A sample of 4096: 108.0 / 328.1, but 199 and 441 instead of 172 and 423 where the
-# rows are bf16. Slower by 1 to 9 % at 65: 500, 900 or 1700 programs, chunks of 4 or 5 tiles, 4
-# iterations of collect in flight, 8 warps or tiles of 1024 for the sums, 16 warps to select.
+# with 8 warps for the sample and 2 iterations of collect in flight; 119.2 / 331.5 as below. A
+# sample of 4096: 108.0 / 328.1, but 199 and 441 instead of 172 and 423 where the rows are bf16.
+# Slower by 1 to 9 % at 65: 500, 900 or 1700 programs, chunks of 4 or 5 tiles, 4 iterations of
+# collect in flight, 8 warps or tiles of 1024 for the sums, 16 warps to select.
 
 # What a program of a pass over the rows takes: enough programs to fill the GPU, few enough that
 # their sums are a short read for the next kernel.
@@ -144,7 +152,7 @@ BLOCK_G = 1024
 SUMS = (512, 4, 4)
 COLLECT = (512, 4, 1)
 SELECT = (2048, 8)
-MASK = (4096, 8)
+MASK = (2048, 8)
 SAMPLE_WARPS = 16
 BEGIN_WARPS = 4
 
@@ -314,7 +322,7 @@ def top_k_top_p_(
     """Mask, in place, what top-k and then top-p remove; no row loses all its tokens.
 
     Args:
-        logits: f32 [B, V], masked in place; rows may be strided, columns contiguous.
+        logits: f32 [B, V <= 2^22], masked in place; rows may be strided, columns contiguous.
         k: i32 [B], any stride: tokens to keep. <= 0 or >= V: all. None: all in every row.
         p: f32 [B], any stride: mass to keep of what k left. >= 1 or NaN: all; <= 0: one token.
             None: all in every row.
@@ -418,6 +426,8 @@ def sample_inputs(
 
 
 def serving_calls(serving: Serving) -> Iterator[Call]:
+    if max(serving.vocab_sizes) > MAX_VOCAB:
+        raise NotWarmed("V is above 2^22")
     given = (
         (None, serving.zeros(2, dtype=torch.int32)),
         (None, serving.zeros(2, dtype=torch.float32)),

@@ -185,6 +185,8 @@ def _dtypes(
 def _gpu(device: Any) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"device must be a device, got {type(device).__name__}: {device!r}")
+    if isinstance(device, int) and not 0 <= device < 128:  # torch wraps others
+        raise ValueError(f"device must be a CUDA device; got {device}")
     try:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
@@ -231,13 +233,16 @@ def _compile(
     not_warmed: dict[str, str] = {}
     num_calls = 0
 
+    launched: set[Any] = set()
+
     def compile_only(kernel: Any, options: Any, grid: Any, args: Any, named: Any) -> None:
+        launched.add(kernel)
         # One object, perhaps a future, for each variant; kept, so that its id stays its own.
         variant = kernel.warmup(*args, grid=grid, **named, **options)
         kernels.setdefault(kernel.__name__, {})[id(variant)] = variant
 
     bar.start("compiling", 0)
-    with _in_parallel(bar), launching_instead(compile_only):
+    with _in_parallel(bar, launched), launching_instead(compile_only):
         for op, call in _calls(serving, ops, not_warmed):
             kernels = compiled.setdefault(op, {})
             call()
@@ -255,9 +260,9 @@ MAX_THREADS = 16
 
 
 @contextlib.contextmanager
-def _in_parallel(bar: "_Bar") -> Iterator[None]:
+def _in_parallel(bar: "_Bar", launched: set[Any]) -> Iterator[None]:
     """Inside, variants are compiled by threads, and all are ready at the end; one by one where
-    Triton has no such mode."""
+    Triton has no such mode. What fails leaves nothing in the kernels ``launched``."""
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:
         yield
@@ -270,8 +275,17 @@ def _in_parallel(bar: "_Bar") -> Iterator[None]:
             future.add_done_callback(lambda _: bar.step())
             return future
 
-    with Pool(min(os.cpu_count() or 1, MAX_THREADS)) as pool, mode(pool):
-        yield
+    try:
+        with Pool(min(os.cpu_count() or 1, MAX_THREADS)) as pool, mode(pool):
+            yield
+    except BaseException:
+        # Triton keeps the mode on, and futures that failed in the place of compiled kernels.
+        active = getattr(sys.modules[mode.__module__], "active_mode", None)
+        if active is not None:
+            active.set(None)
+        for kernel in launched:
+            getattr(kernel, "device_caches", {}).clear()
+        raise
 
 
 class _Bar:

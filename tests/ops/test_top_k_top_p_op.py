@@ -307,3 +307,9 @@ def test_refused_when_compiled(name, value, error, text) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(dspark_ops.top_k_top_p_, fullgraph=True, backend="eager")
     assert_refused(compiled, name, value, Exception, text)
+
+
+def test_a_vocabulary_beyond_the_masses_is_refused(ops: Ops) -> None:
+    logits = torch.zeros(1, 1, device=ops.device).expand(1, 2**22 + 1)
+    with pytest.raises(ValueError, match=r"logits must have V <= 2\^22 columns"):
+        ops.top_k_top_p(logits, None, None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dspark_ops
-from dspark_ops._launch import launching_instead
+from dspark_ops._launch import launch, launching_instead
 
 from .conftest import Kernel, op_module
 from .test_import import NO_TRITON, run
@@ -102,7 +102,30 @@ def test_compiles_once(tmp_path: Path, in_parallel: bool) -> None:
     assert second["threads"] == [0, 0]
 
 
+def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No mode of Triton's, no future in a kernel: the next warmup compiles it."""
+    found = in_a_process(tmp_path, "fail_once")
+    assert found["error"] == "OSError(28, 'No space left on device')"
+    assert found["variants"] == {"gumbel_combine": {"_gumbel_combine_kernel": 1}}
+    assert len(found["seen"]) == 1
+    assert found["kinds"] == ["CompiledKernel"]
+
+
 # Launching
+
+
+def test_a_future_is_not_kept_as_a_variant() -> None:
+    """Triton answers with one to a thread that serves while another compiles in parallel."""
+
+    class Future:
+        def result(self) -> str:
+            return "variant"
+
+    class JittedKernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: Future()
+
+    assert launch(None, JittedKernel(), {}, (1, 1, 1), 5) == "variant"
 
 
 def test_only_one_thread_launches_nothing() -> None:
@@ -159,6 +182,7 @@ def test_without_triton() -> None:
     [
         ({"device": "cpu"}, ValueError, "device must be a CUDA device.*'cpu'"),
         ({"device": "nothing"}, ValueError, "device must be a CUDA device; got 'nothing'"),
+        ({"device": 256}, ValueError, "device must be a CUDA device; got 256"),
         ({"device": None}, TypeError, "device must be a device, got NoneType"),
         ({"vocab_size": 0}, ValueError, r"vocab_size must be in \[1, 1073741824\]; got 0"),
         ({"vocab_size": ()}, ValueError, r"vocab_size must be .*; got \(\)"),

@@ -173,6 +173,34 @@ def compile_twice(ops: list[str], in_parallel: bool) -> list[dict[str, Any]]:
     return found
 
 
+def fail_once() -> dict[str, Any]:
+    """A first warmup of gumbel_combine whose compilation fails, and what a second one does."""
+    launch_on_cpu()
+    triton.runtime.driver.set_active(Driver())
+    kernel = importlib.import_module("dspark_ops.gumbel_combine")._gumbel_combine_kernel
+    kernel.device_caches[0]  # which gives it what it compiles with
+    compile_it = kernel.compile
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    kernel.compile = fail
+    error = ""
+    arguments = serving_of(DEFAULTS), ("gumbel_combine",), module._Bar(False)
+    try:
+        module._compile(*arguments)
+    except OSError as raised:
+        error = repr(raised)
+    kernel.compile = compile_it
+    with compilations() as seen:
+        variants, _, _ = module._compile(*arguments)
+    compiled = kernel.device_caches[0][0].values()
+    kinds = [type(v).__name__ for v in compiled]
+    return {"error": error, "variants": variants, "seen": seen, "kinds": kinds}
+
+
+FUNCTIONS = {"cover": cover, "compile_twice": compile_twice, "fail_once": fail_once}
+
 if __name__ == "__main__":
     function, arguments = json.loads(sys.argv[1])
-    print(json.dumps({"cover": cover, "compile_twice": compile_twice}[function](**arguments)))
+    print(json.dumps(FUNCTIONS[function](**arguments)))
