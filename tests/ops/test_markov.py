@@ -615,6 +615,16 @@ def test_compiled_equals_eager(w2_dtype) -> None:
         assert torch.equal(eager, compiled_one)
 
 
+def test_health_counts_the_sampler() -> None:
+    weights, _ = make_head()
+    base = torch.zeros(NUM_ROWS, STEPS, V)
+    base[0, 1, 5] = torch.nan
+    with dspark_ops.health("cpu") as h:
+        dspark_ops.markov_loop(PREV, base, *weights, *call_state())
+    counts = h.read()["gumbel_sample"]
+    assert (counts.rows, counts.inert_rows, counts.nan_rows) == (15, 3, 1)
+
+
 # Wrong metadata
 
 GATE, RNN_GATE = torch.zeros(R, H + R), torch.zeros(3 * R, 2 * R + H)
