@@ -17,6 +17,7 @@ from torch import Tensor
 import dspark_ops
 
 from .cases import BF16, DTYPES, F16, F32, INERT, make_cache, make_inputs, random_values, strided
+from .conftest import op_module
 from .model import expect, values_of
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -613,6 +614,27 @@ def test_compiled_equals_eager(w2_dtype) -> None:
         found.append((tokens, cache, column, options["state"]))
     for eager, compiled_one in zip(*found, strict=True):
         assert torch.equal(eager, compiled_one)
+
+
+LAUNCHED = [(f, n) for f in ("markov_step", "markov_loop") for n in range(24)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets CPU tensors only")
+@pytest.mark.parametrize(("op_file", "number"), LAUNCHED)
+def test_launcher_equals_the_reference(op_file: str, number: int) -> None:
+    """What runs on a GPU, with the sampler's kernel interpreted: every sample of the ops."""
+    module = op_module(op_file)
+    found = []
+    for launched in (False, True):
+        name, args, kwargs = module.sample_inputs("cpu")[number]
+        op = getattr(torch.ops.dspark, name).default
+        named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
+        function = getattr(module, f"_{op_file}_launch") if launched else op
+        token = function(**named, **kwargs)
+        written = ("logits_cache", "draft_tokens", "state")
+        found.append((token, *(kwargs[key] for key in written if key in kwargs)))
+    for reference, launched_one in zip(*found, strict=True):
+        assert torch.equal(reference, launched_one)
 
 
 def test_health_counts_the_sampler() -> None:
