@@ -16,6 +16,8 @@ from dspark_ops.gumbel_block_argmax import gumbel_block_argmax  # noqa: E402
 from dspark_ops.gumbel_combine import gumbel_combine  # noqa: E402
 from dspark_ops.gumbel_sample import gumbel_sample  # noqa: E402
 from dspark_ops.health import health  # noqa: E402
+from dspark_ops.markov_loop import markov_loop  # noqa: E402
+from dspark_ops.markov_step import markov_step  # noqa: E402
 from dspark_ops.prepare_dflash_inputs import prepare_dflash_inputs  # noqa: E402
 from dspark_ops.prepare_positions import prepare_positions  # noqa: E402
 from dspark_ops.rejection_sample import rejection_sample  # noqa: E402
@@ -28,6 +30,8 @@ __all__ = [
     "gumbel_combine",
     "gumbel_sample",
     "health",
+    "markov_loop",
+    "markov_step",
     "prepare_dflash_inputs",
     "prepare_positions",
     "rejection_sample",

@@ -82,14 +82,14 @@ def check_row_ints(name: str, x: Tensor, num_rows: int, device: torch.device) ->
     check_device(name, x, device)
 
 
-def check_logits(logits: Tensor) -> None:
-    check_dtype("logits", logits, LOGITS_DTYPES)
+def check_logits(logits: Tensor, name: str = "logits") -> None:
+    check_dtype(name, logits, LOGITS_DTYPES)
     if logits.dim() != 2:
-        raise ValueError(f"logits must have shape [B, V]; got {tuple(logits.shape)}")
+        raise ValueError(f"{name} must have shape [B, V]; got {tuple(logits.shape)}")
     vocab = logits.shape[1]
     if vocab < 1 or vocab > MAX_VOCAB:
-        raise ValueError(f"logits must have 1 <= V <= 2^30 columns; got {tuple(logits.shape)}")
-    check_last_stride("logits", logits)
+        raise ValueError(f"{name} must have 1 <= V <= 2^30 columns; got {tuple(logits.shape)}")
+    check_last_stride(name, logits)
 
 
 def check_request_state(temperature: Tensor, seeds: Tensor, device: torch.device) -> None:

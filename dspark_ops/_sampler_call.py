@@ -61,15 +61,20 @@ def check_sampler(
     cache_col: int,
     cache_cols: Tensor | None,
     sampled_dtype: torch.dtype,
+    num_columns: int | torch.SymInt | None = None,
 ) -> None:
-    """Metadata of the arguments that every sampler has; ``sampled_dtype`` is what is cached."""
+    """Metadata of the arguments that every sampler has.
+
+    What is cached is of ``sampled_dtype`` and has ``num_columns`` columns, by default V.
+    """
     device = logits.device
     num_rows, vocab = logits.shape
     _checks.check_row_ints("idx_mapping", idx_mapping, num_rows, device)
     _checks.check_row_ints("pos", pos, num_rows, device)
     _checks.check_request_state(temperature, seeds, device)
     if logits_cache is not None:
-        _checks.check_cache(logits_cache, temperature.shape[0], vocab, sampled_dtype, device)
+        columns: Any = vocab if num_columns is None else num_columns
+        _checks.check_cache(logits_cache, temperature.shape[0], columns, sampled_dtype, device)
         _checks.check_cache_col(cache_col, cache_cols, num_rows, device)
 
 

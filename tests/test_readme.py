@@ -35,7 +35,7 @@ def test_its_make_targets_exist() -> None:
 
 
 def test_its_names_exist() -> None:
-    for name in re.findall(r"`((?:gumbel|prepare|rejection|top_k)_\w+)\(", README):
+    for name in re.findall(r"`((?:gumbel|markov|prepare|rejection|top_k)_\w+)\(", README):
         assert hasattr(dspark_ops, name)
     for name in re.findall(r"inductor_passes\.(\w+)\(", README):
         assert hasattr(inductor_passes, name)

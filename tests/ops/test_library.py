@@ -14,11 +14,13 @@ OP_FILES = (
     "gumbel_block_argmax",
     "gumbel_combine",
     "gumbel_sample",
+    "markov_step",
+    "markov_loop",
     "prepare_positions",
     "prepare_dflash_inputs",
     "top_k_top_p",
 )
-PREFIXES = ("gumbel_", "prepare_", "top_k_")  # of the ops in these files
+PREFIXES = ("gumbel_", "markov_", "prepare_", "top_k_")  # of the ops in these files
 
 
 def samples() -> list[Any]:
