@@ -89,7 +89,9 @@ def launch_on_cpu() -> None:
         if name.startswith("dspark::"):
             name = name.removeprefix("dspark::")
             names = [a.name for a in getattr(torch.ops.dspark, name).default._schema.arguments]
-            op = max((op for op in module.OPS if name.startswith(op)), key=len)
+            op = max((op for op in module.OPS if name.startswith(op)), key=len, default="")
+            if not op:  # one that launches others' kernels
+                continue
             in_place = "_" if name.endswith("_") else ""
             file = importlib.import_module(f"dspark_ops.{op}")
             launcher = getattr(file, f"_{op}_launch{in_place}")
